@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +19,6 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from hypothesis import given
-from hypothesis import strategies as st
 from runs import SMALL_GUESS, WITH_TEST_MODULES, command
 from test_engine import generated
 
@@ -116,34 +113,6 @@ def test_the_number_format_sets_the_limit_of_rounding() -> None:
     assert rules_that_fire(lines_of(2, logp_mismatch=0.4, canary_mismatch=0.4), config) == set()
     both = {"logp_mismatch", "stale_weights"}
     assert rules_that_fire(lines_of(2, logp_mismatch=0.6, canary_mismatch=0.6), config) == both
-
-
-RANGES: dict[str, Any] = {"success": (0.0, 1.0), "reward": (-1.0, 1.0), "reward_std": (0.01, 1.0)}
-RANGES |= {"staleness_max": (0.0, 1.0), "truncated": (0, 60), "no_signal_share": (0.0, 0.8)}
-RANGES |= {"canary_mismatch": (0.0, 1e-4), "logp_mismatch": (0.0, 1e-4), "kl": (0.0, 0.1)}
-RANGES |= {"behave_ess": (0.55, 1.0), "baseline_bias": (0.0, 0.04), "grad_norm": (1e-4, 100.0)}
-RANGES |= {"rejected": (0, 20), "rollout_wait_s": (0.0, 1.7)}
-
-
-@st.composite
-def healthy_runs(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Every metric lies in its range, and the entropy falls by at most a tenth a step."""
-    lines: list[dict[str, Any]] = []
-    entropy = 2.0
-    for step in range(1, draw(st.integers(1, 25)) + 1):
-        entropy *= draw(st.floats(0.9, 1.1))
-        drawn = {
-            k: draw(st.integers(*r) if isinstance(r[0], int) else st.floats(*r))
-            for k, r in RANGES.items()
-        }
-        lines.append({**HEALTHY, "step": step, "entropy": entropy, **drawn})
-    return lines
-
-
-@given(healthy_runs())
-def test_healthy_metrics_raise_nothing(lines: list[dict[str, Any]]) -> None:
-    """No rule fires at any step of a healthy run."""
-    assert all(rules_that_fire(lines[:end]) == set() for end in range(1, len(lines) + 1))
 
 
 def test_missing_metrics_silence_a_rule() -> None:
@@ -325,17 +294,18 @@ def test_the_command_checks_a_run_afterwards(
     assert check_afterwards(tmp_path, capsys)[1][0] == "\\x1b[2Jin f"
 
 
-@pytest.mark.parametrize("text", [None, "", '{"rew', "a pipe"])
-def test_the_command_refuses_in_one_line(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", [None, '{"rew', "a pipe"])
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
     """A folder without a step is no run."""
     if text == "a pipe":
         os.mkfifo(tmp_path / "metrics.jsonl")
-    elif text is not None:
+    elif text:
         (tmp_path / "metrics.jsonl").write_text(text)
-    words = [sys.executable, "-m", "extras.doctor", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "metrics.jsonl" in done.stderr
+    code, [said] = check_afterwards(tmp_path, capsys)
+    assert code == 2
+    assert "metrics.jsonl" in said
 
 
 # ---- advantages and canary

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import ROOT
 from safetensors.torch import save_file
 
 from extras import read_records
@@ -68,27 +65,16 @@ def folder(tmp_path: Path) -> Path:
     """Return the folder of a run with the steps 5 to 7, which all have the same batch."""
     folder = tmp_path / "e" / "t"
     (folder / "tokens").mkdir(parents=True)
-    keys: dict[str, Any] = {
-        "eps_clip": 0.2,
-        "eps_clip_higher": 0.2,
-        "behave_imp_weight_cap": 5.0,
-        "dtype": "x",
-    }
-    openai = {"turn_discount": 0.5}
-    rollout: dict[str, Any] = {"max_head_offpolicyness": 2, "openai": openai}
-    config = {"max_steps": 3, "actor": keys, "rollout": rollout}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    keys = "{eps_clip: 0.2, eps_clip_higher: 0.2, behave_imp_weight_cap: 5.0, dtype: x}"
+    rollout = "{max_head_offpolicyness: 2, openai: {turn_discount: 0.5}}"
+    config = f"max_steps: 3\nactor: {keys}\nrollout: {rollout}\n"
+    (folder / "config.yaml").write_text(config)
     lines = []
     for step, reward in ((5, 0.25), (6, 0.5), (7, 1.0)):
         save_batch(folder / "tokens" / f"{step:05d}.safetensors", make_batch())
         line: dict[str, Any] = {"step": step, "version": step - 1, "reward": reward}
-        line |= {
-            "loss": float("nan"),
-            "logp_mismatch": 1e-6,
-            "lag_counts": [3, 3, 1],
-            "wall_s": 1.0 * step,
-        }
-        line |= {"staleness_mean": 0.7, "staleness_max": 2.0, "entropy": 0.5}
+        line |= {"loss": float("nan"), "logp_mismatch": 1e-6, "wall_s": 1.0 * step}
+        line |= {"lag_counts": [3, 3, 1], "staleness_mean": 0.7, "entropy": 0.5}
         lines.append(line | ({"eval_reward": 0.75, "eval_reward_sem": 0.1} if step == 6 else {}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     make_trace(folder)
@@ -151,30 +137,19 @@ def test_a_shared_turn_is_shown_once_with_its_final_reward(folder: Path) -> None
     places = {id(turn): k for k, turn in enumerate(run["steps"][-1]["turns"])}
     assert (a["parent"], b["parent"], c["parent"]) == (-1, places[id(a)], places[id(a)])
     assert (a["reward"], b["reward"], c["reward"]) == (0.25, 1.0, 0.0)
-
-
-def test_a_group_without_signal_is_marked(folder: Path) -> None:
-    """Equal rewards have advantages of 0, and teach nothing."""
-    [run] = read_page(make_page([folder]))
-    assert {group["task"]: group["signal"] for group in run["steps"][-1]["groups"]} == {
-        7: True,
-        8: False,
-    }
+    signals = {group["task"]: group["signal"] for group in run["steps"][-1]["groups"]}
+    assert signals == {7: True, 8: False}, "equal rewards have advantages of 0"
 
 
 def test_an_agents_text_stays_text(folder: Path) -> None:
-    """A token `</script>` does not end the page's script, and the data holds it unchanged."""
-    page = make_page([folder])
-    assert "<b>bad" not in page
-    assert read_page(page)[0]["words"]["5"] == TEXTS[5]
-
-
-def test_the_doctors_warnings_are_on_the_page(folder: Path) -> None:
-    """The page has every finding of doctor.jsonl."""
+    """A token `</script>` does not end the page's script, and the data holds it unchanged, like the
+    doctor's findings."""
     text = "doctor: step 3, kl = 0.3, limit 0.1. </script> The policy moved far."
     (folder / "doctor.jsonl").write_text(json.dumps({"step": 3, "rule": "kl", "text": text}) + "\n")
-    [run] = read_page(make_page([folder]))
-    assert run["doctor"] == [text]
+    page = make_page([folder])
+    assert "<b>bad" not in page
+    [run] = read_page(page)
+    assert (run["words"]["5"], run["doctor"]) == (TEXTS[5], [text])
 
 
 def test_a_page_is_small(folder: Path) -> None:
@@ -204,9 +179,9 @@ def test_a_batch_without_a_proximal_policy(folder: Path, decoupled: bool, prox: 
     batch = make_batch()
     del batch["prox_logp"]
     batch["theta_logp"] = torch.full((4, 7), -1.0)
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["actor"]["use_decoupled_loss"] = decoupled
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    config = folder / "config.yaml"
+    keys = f"actor: {{use_decoupled_loss: {decoupled}, "
+    config.write_text(config.read_text().replace("actor: {", keys))
     save_batch(folder / "tokens" / "00007.safetensors", batch)
     [run] = read_page(make_page([folder]))
     first = run["steps"][-1]["turns"][0]
@@ -290,7 +265,7 @@ def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
     assert len(run["steps"]) == {"tokens": 0, "cut": 2, "pipes": 2}.get(gone, 3)
 
 
-@pytest.mark.parametrize("words", [["{tmp}"], ["{tmp}/nowhere"], ["a", "b", "c"], []])
+@pytest.mark.parametrize("words", [["{tmp}/nowhere"], ["a", "b", "c"], []])
 def test_a_wrong_folder_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
@@ -299,13 +274,6 @@ def test_a_wrong_folder_is_one_line(
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert "runs/guess/NAME" in said.err
-
-
-def test_the_command_runs_as_a_module(folder: Path) -> None:
-    """`python -m extras.report FOLDER` prints the path of the page."""
-    words = [sys.executable, "-m", "extras.report", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, f"{folder / 'report.html'}\n")
 
 
 def test_two_runs_are_on_one_page(

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 from conftest import ROOT, free_port, wait_until_up
-from runs import SMALL_GUESS, command, finish
 
 from inference.io_struct import EngineError
 from inference.serve import raise_open_files
@@ -77,11 +76,3 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
 
     httpx.post(server + "/pause_generation", json={"mode": "retract"}).raise_for_status()
     assert asyncio.run(ask_all()) == [1] * REQUESTS
-
-
-def test_a_run_raises_its_soft_limit(tmp_path: Path) -> None:
-    """240 episodes at once, with a limit of 200 open files."""
-    words = ["gconfig.n_samples=40", "max_steps=1", "rollout.max_head_offpolicyness=0"]
-    finish(limited(200, command(tmp_path, *SMALL_GUESS, *words)))
-    logs = [log.read_text() for log in tmp_path.glob("e/t/logs/*")]
-    assert "Too many open files" not in "".join(logs)

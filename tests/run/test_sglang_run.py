@@ -6,6 +6,7 @@ bfloat16 and the trainer in float32, so their log-probabilities differ: by at mo
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,9 +120,9 @@ def test_two_ranks_of_torchrun_start_sglang(
 def test_the_gsm8k_recipe_starts_its_own_sglang(
     on_cpu: None, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    """A dry run names its processes and starts none; the run ends all of them."""
+    """A plan names its processes and starts none; the run ends all of them."""
     whole = command(tmp_path, *recipe(tiny_model_dir), "evaluator.interval=2")
-    plan = finish([*whole, "--dry-run"]).stdout
+    plan = finish([sys.executable, "-m", "extras.plan", *whole[3:]]).stdout
     for part in ("rank 0", "sglang_cpu/launch.py", "proxy", "GiB"):
         assert part in plan
     assert not (tmp_path / "e").exists()
@@ -152,13 +153,6 @@ def test_sglang_configures_nccl_like_the_trainer(
     """Unset, both set NCCL_CUMEM_ENABLE to 0; with different values, their group may hang."""
     here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
     here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
-    done = finish_in(here, [SGLANG, "-c", ENVIRONMENT, str(model_dir)])
-    assert done.splitlines()[-1] == f"CUMEM {value}"
-
-
-def finish_in(environment: dict[str, str], words: list[str]) -> str:
-    import subprocess
-
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    words = [SGLANG, "-c", ENVIRONMENT, str(model_dir)]
+    done = subprocess.run(words, env=here, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == [f"CUMEM {value}"], done.stderr[-2000:]

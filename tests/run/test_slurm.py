@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, free_port, two_free_ports
@@ -155,7 +156,7 @@ def test_servers_of_a_cluster_get_the_options_of_train_py(monkeypatch: pytest.Mo
     """But no --max-total-tokens: they share their GPUs with nobody, so the cache may fill them."""
     monkeypatch.setenv("POCKET_AREAL_SGLANG", "python -m sglang.launch_server")
     config, _ = load(["--config", "gsm8k", "server.backend=sglang", "callbacks=[]"])
-    [server] = plan_servers(config, ["0", "1"])
+    [server] = plan_servers(config, ["0", "1"], "")
     text = SCRIPT.read_text().replace("$SLOTS", "256")
     [command] = re.findall(r"SERVE:-python.*", text)
     for option in (
@@ -167,25 +168,20 @@ def test_servers_of_a_cluster_get_the_options_of_train_py(monkeypatch: pytest.Mo
         assert option in command
 
 
-def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """If a job gives all its nodes to the servers, it ends with an error, because no node is left
-    for training."""
-    done = subprocess.run(
-        [str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "none is left to train" in done.stderr
-    assert not (tmp_path / "calls").exists()
-
-
-def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
-    """If a server ends before it is ready, the job ends with an error."""
-    broken = cluster | {"SERVE": f"{sys.executable} -m inference.tiny.server --weights wrong"}
-    done = subprocess.run(
-        [str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 1
-    assert "a server ended before it came up" in done.stderr
+@pytest.mark.parametrize(
+    ("wrong", "code", "says"),
+    [
+        ({"GEN_NODES": "2"}, 2, "none is left to train"),
+        ({"SERVE": f"{sys.executable} -m proxy --wrong"}, 1, "a server ended before it came up"),
+    ],
+)
+def test_a_job_that_cannot_start_ends(
+    cluster: dict[str, str], wrong: dict[str, str], code: int, says: str
+) -> None:
+    words: Any = {"cwd": ROOT, "env": cluster | wrong, "capture_output": True, "text": True}
+    done = subprocess.run([str(SCRIPT), *RECIPE], timeout=200, **words)
+    assert done.returncode == code
+    assert says in done.stderr
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
