@@ -213,7 +213,7 @@ class PPOTrainer:
             actor.save(run.run_dir / "checkpoints" / f"step{step:05d}")
 
         # 8. The step's line of metrics.jsonl, and the checkpoint from which a killed run goes on.
-        metrics |= clock.seconds | {"step_s": clock.total()}
+        metrics |= clock.seconds | {"step_s": time.monotonic() - clock.begin}
         if run.rank == 0:
             self.log.write(batch, metrics)
         run.call("on_step", metrics)
@@ -248,9 +248,6 @@ class Clock:
     def mark(self, phase: str) -> None:
         now = time.monotonic()
         self.seconds[phase], self.last = now - self.last, now
-
-    def total(self) -> float:
-        return time.monotonic() - self.begin
 
 
 def train_or_evaluate(run: Run) -> None:

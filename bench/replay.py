@@ -45,10 +45,10 @@ def has_signal(group: dict) -> bool:
 
 
 def train(ranks: int, *words: str, kill_at: str = "") -> None:
-    """Run train.py to its end, or kill it when it prints a line that begins with `kill_at`."""
+    """Run `words` to their end, or kill them at a printed line that begins with `kill_at`."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     start = ["-m", *torchrun] if ranks > 1 else ["-u"]
-    command = [sys.executable, *start, "train.py", *words]
+    command = [sys.executable, *start, *words]
     seen = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
@@ -72,9 +72,9 @@ def measure(task: str, variant: str, seed: int, steps: int) -> bool:
         run, copies = Path(temporary) / "e" / "run", Path(temporary) / "copies"
         words = [*RECIPES[task], *FIXED, *keys, f"seed={seed}", f"max_steps={steps}"]
         words.append(f"fileroot={temporary}")
-        train(ranks, *words, kill_at=f"step {steps // 2} ")
-        train(ranks, *words)
-        train(ranks, "--replay", str(run), f"fileroot={copies}")
+        train(ranks, "train.py", *words, kill_at=f"step {steps // 2} ")
+        train(ranks, "train.py", *words)
+        train(ranks, "-m", "extras.replay", str(run), f"fileroot={copies}")
         [copy] = copies.glob("e/*")
         made, again = hash_of_last_model(run), hash_of_last_model(copy)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

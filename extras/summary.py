@@ -5,6 +5,8 @@ gets the trained policy's answer at temperature 0.
 """
 
 import asyncio
+import shlex
+import sys
 from collections import Counter
 from statistics import fmean
 from typing import Any
@@ -40,7 +42,7 @@ class Summary:
         if hasattr(run.inputs.task, "summary"):
             run.inputs.task.summary(self.ask, Console())
         model = run.run_dir / "checkpoints" / f"step{run.step:05d}"
-        talk = run.command(str(run.run_dir), script="extras.chat")
+        talk = shlex.join([sys.executable, "-m", "extras.chat", str(run.run_dir)])
         print(f"talk to the model:\n  {talk}")
         print(f"evaluate it:\n  {run.command('mode=eval', f'model_path={model}')}", flush=True)
 

@@ -93,9 +93,8 @@ def read_object(raw: bytes) -> dict[str, Any]:
 
 
 def reply(body: Any, status: int = 200) -> Response:
-    """A response with a JSON body. After 429 and 503 a client may try again in a second."""
-    headers = {"retry-after": "1"} if status in (429, 503) else None
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+    """A response with a JSON body."""
+    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def load_tokenizer(model_path: str) -> Any:

@@ -8,6 +8,9 @@ one validator. YAML recipes and `key=value` words merge first, the later one win
 import argparse
 import difflib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -301,6 +304,16 @@ class ConfigError(ValueError):
     is_verdict = True  # the message says everything: no traceback
 
 
+@contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """Turn any exception of the user's modules and files into one line that begins with `what`."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{what}: {type(error).__name__}: {text}") from error
+
+
 def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
     """Yield the full name, the value and the declaration of every key."""
     for name, declared in type(group).model_fields.items():
@@ -344,22 +357,18 @@ def rename(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def parse(text: str, where: Any) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
-
-
 def read_recipe(name: str) -> dict[str, Any]:
     """The settings of a recipe: a file, or its name in configs/. Raises ConfigError."""
-    path = next((p for p in (Path(name), ROOT / "configs" / f"{name}.yaml") if p.is_file()), None)
-    if path is None:
-        raise ConfigError(f"no recipe at {name}, nor in {ROOT / 'configs'}")
-    settings = parse(path.read_text(), path) or {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: lines of the form `key: value` are needed")
-    return settings
+    path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
+    with one_line(f"--config {name}"):
+        return dict(flatten(yaml.safe_load(path.read_text()) or {}))
+
+
+def read_word(word: str) -> dict[str, Any]:
+    """The settings of a word like actor.eps_clip=0.2. Raises ConfigError."""
+    name, _, value = word.partition("=")
+    with one_line(name):
+        return dict(flatten({name: yaml.safe_load(value)}))
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, list[str]]:
@@ -373,18 +382,14 @@ def load(argv: list[str]) -> tuple[TrainConfig, list[str]]:
         usage="python train.py [--config FILE] [key=value ...]",
         epilog="\n".join(["the keys:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     help_text = "a recipe, or its name in configs/; default: demo"
     parser.add_argument("--config", action="append", metavar="FILE", help=help_text)
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
     recipes = options.config or ["demo"]
-    pairs = [word.partition("=") for word in options.words]
-    words = {name: parse(value, name) for name, _, value in pairs}
-    settings: dict[str, Any] = {}
-    for source in [*map(read_recipe, recipes), words]:
-        settings |= rename(dict(flatten(source)))
+    words = reduce(or_, map(read_word, options.words), {})
+    settings = reduce(or_, map(rename, [*map(read_recipe, recipes), words]))
     try:
         config = TrainConfig.model_validate(nest(settings))
         resolve(config)
@@ -406,14 +411,7 @@ def resolve(config: TrainConfig) -> None:
     waves = rollout.max_head_offpolicyness + 1
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or data.batch_size * waves
     _ = config.evaluation_gconfig
-    if config.mode == "eval":
-        return
-    if gconfig.n_samples == 1 and config.actor.adv_norm.mean_level == "group":
-        raise ConfigError(
-            "a group of one is its own baseline: raise gconfig.n_samples, or set"
-            " actor.adv_norm.mean_level to batch or none"
-        )
-    if not gconfig.trains_exactly:
+    if config.mode == "train" and not gconfig.trains_exactly:
         raise ConfigError(
             "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"
             " temperature 0: omit them, or set mode=eval"

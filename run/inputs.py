@@ -10,25 +10,12 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inference.fields import import_name
-from run.config import ConfigError, TrainConfig
-
-
-@contextmanager
-def one_line(what: str) -> Iterator[None]:
-    """Turn any exception of the user's modules and files into one line that begins with `what`."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(f"{what}: {type(error).__name__}: {text}") from error
-
+from run.config import ConfigError, TrainConfig, one_line
 
 # ---- the model; torch is imported only if one must be made
 

@@ -136,19 +136,10 @@ class Run:
         if error is None:
             leave_ranks()
 
-    # ---- how it ends
-
-    def command(self, *words: str, script: str = "train.py") -> str:
+    def command(self, *words: str) -> str:
         """This run's command with other words, ready to paste."""
         given = [w for w in sys.orig_argv[1:] if not w.startswith(("trial_name=", "mode="))]
-        start = given if script == "train.py" else ["-m", script]
-        return shlex.join([sys.executable, *start, *words])
-
-    def say_how_to_go_on(self) -> None:
-        print(f"the run's folder is {self.run_dir}", file=sys.stderr)
-        if self.config.mode == "train" and self.config.recover_interval:
-            words = self.command(f"trial_name={self.config.trial_name}")
-            print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
+        return shlex.join([sys.executable, *given, *words])
 
 
 def begin(argv: list[str], make: Callable[[TrainConfig], Run] = Run) -> Run:
@@ -191,5 +182,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
         else:
             traceback.print_exception(error)
     if code not in (0, 2) and run.rank == 0:
-        run.say_how_to_go_on()
+        print(f"the run's folder is {run.run_dir}", file=sys.stderr)
+        if run.config.mode == "train" and run.config.recover_interval:
+            words = run.command(f"trial_name={run.config.trial_name}")
+            print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
     return code

@@ -308,7 +308,7 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
     path = f"/{session}/{PATH}"
     harness.engine.error = EngineError("no server answered", 503)
     answer = await harness.post(path, CHAT)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.status_code == 503
     harness.engine.error = None
     assert (await harness.post(path, CHAT, headers=RETRY)).status_code == 200
     assert len(await harness.export(session)) == 1

@@ -433,8 +433,9 @@ def test_a_blocked_loop_is_named(
 
 
 def test_a_loop_that_gets_on_is_not_blocked(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy loop answers late, but each look finds another call: none of them blocks."""
-    looks, answers = list[object](), list[Any]()
+    """A busy loop answers late, but each look finds another call: none of them blocks. One that is
+    silent because its run is over is not asked again."""
+    looks, answers, over = list[object](), list[Any](), threading.Event()
 
     def own_frames(*_: Any) -> list[object]:
         looks.append(object())
@@ -444,19 +445,13 @@ def test_a_loop_that_gets_on_is_not_blocked(loop: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("extras.doctor.own_frames", own_frames)
     busy = SimpleNamespace(thread=loop.thread, call_soon=answers.append)
-    assert room.find_blocker(busy, 0.1, threading.Event()) is None
+    assert room.find_blocker(busy, 0.1, over) is None
     assert len(looks) == 10
-
-
-def test_the_end_of_a_run_ends_the_search(loop: Any) -> None:
-    """A loop that answers is not blocked, and one whose run is over is not asked again."""
-    over = threading.Event()
     assert room.find_blocker(loop, 60, over) is None
+    ended = SimpleNamespace(thread=threading.Thread(), call_soon=answers.append)
+    assert room.find_blocker(ended, 60, over) is None
     over.set()
-    silent = SimpleNamespace(thread=loop.thread, call_soon=lambda function: None)
-    assert room.find_blocker(silent, 60, over) is None
-    ended = threading.Thread()
-    assert room.find_blocker(SimpleNamespace(thread=ended, call_soon=print), 60, over) is None
+    assert room.find_blocker(busy, 60, over) is None
 
 
 @pytest.mark.runs

@@ -217,21 +217,24 @@ async def test_only_training_is_recorded(follow: Any, name: str) -> None:
 # ---- the trainer
 
 
-def make_run(folder: Path, engine: Any = None, executor: Any = None, **more: Any) -> Any:
-    """What the callback needs of a run that repeats the schedule in `folder`."""
-    own = folder / "own"
+def start(
+    folder: Path,
+    batch_size: int = 1,
+    repeats: bool = True,
+    engine: Any = None,
+    executor: Any = None,
+    step: int = 0,
+) -> Replay:
+    """The callback of a run that repeats the schedule in `folder`, or only records its own."""
+    own, replaying = folder / "own", str(folder) if repeats else ""
     own.mkdir(exist_ok=True)
-    parts: Fact = {"rank": 0, "step": 0, "last_step": 9, "run_dir": own, **more}
     engine = engine or SimpleNamespace()
-    engine.hooks = Hooks(str(own / FILE), str(folder))
+    engine.hooks = Hooks(str(own / FILE), replaying)
     executor = executor or SimpleNamespace(listeners=[])
-    return SimpleNamespace(**parts, engine=engine, executor=executor)
-
-
-def start(folder: Path, batch_size: int = 1, repeats: bool = True, **parts: Any) -> Replay:
+    parts: Fact = {"rank": 0, "step": step, "last_step": 9, "run_dir": own}
     config = SimpleNamespace(train_dataset=SimpleNamespace(batch_size=batch_size))
-    run, callback = make_run(folder, **parts), Replay(config, str(folder) if repeats else "")
-    callback.on_start(run)
+    callback = Replay(config, replaying)
+    callback.on_start(SimpleNamespace(**parts, engine=engine, executor=executor))
     return callback
 
 

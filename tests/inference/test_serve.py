@@ -141,11 +141,9 @@ def test_a_key_is_asked_for() -> None:
 
 
 def test_bodies_and_replies() -> None:
-    """A body is a JSON object or nothing; a busy server says when to come again."""
+    """A body is a JSON object or nothing."""
     assert (read_object(b""), read_object(b'{"a": [1]}')) == ({}, {"a": [1]})
     for raw in (b"[1]", b"{", b"\xff"):
         with pytest.raises(Refusal, match="body"):
             read_object(raw)
     assert reply({"a": 1}).body == b'{"a":1}'
-    retries = {status: reply({}, status).headers.get("retry-after") for status in (200, 429, 503)}
-    assert retries == {200: None, 429: "1", 503: "1"}

@@ -1,27 +1,14 @@
 """What a run starts from, and the one line that says what is wrong with it."""
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import command, finish
 
 from run.config import ConfigError, load
 from run.inputs import Inputs, find_model, load_inputs, make_dataloader
 
-AGENT = """
-import openai
-{imports}
-
-class Agent:
-    async def run(self, data, **extra_kwargs):
-        client = openai.AsyncOpenAI(**extra_kwargs)
-        messages = [{{"role": "user", "content": data["question"]}}]
-        await client.chat.completions.create(model="default", messages=messages)
-        return 1.0
-"""
 OWN = ["task=null", "callbacks=[]", "actor.kl_ctl=0"]
 
 
@@ -47,9 +34,14 @@ def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None
     ("line", "words", "says"),
     [
         ("", [], "the dataset is empty"),
-        ("{", [], "train_dataset.path"),
+        ("{", [], "mine.jsonl: JSONDecodeError"),
+        ("\udcff", [], "mine.jsonl: UnicodeDecodeError"),
+        ("{}", ["task=tasks.gsm8k"], "mine.jsonl: KeyError: 'question'"),
         ("{}", ["workflow=null"], "no workflow: set workflow=module.Class"),
         ("{}", ["workflow_kwargs.typo=1"], "typo"),
+        ("{}", ["workflow=nowhere.Agent"], "workflow=nowhere.Agent"),
+        ("{}", ["workflow=workflow.RLVRWorkflow", "workflow_kwargs.reward_fn=no.r"], "named 'no'"),
+        ("{}", ["workflow=tasks.gsm8k.is_right"], "neither a RolloutWorkflow nor an agent"),
         ("{}", ["evaluator.interval=1"], "no data: set valid_dataset.path"),
         ("{}", ["tokenizer_path=/nowhere"], "tokenizer_path=/nowhere"),
     ],
@@ -59,7 +51,7 @@ def test_what_cannot_be_loaded_is_one_line(
 ) -> None:
     """The line begins with the key."""
     data = tmp_path / "mine.jsonl"
-    data.write_text(line)
+    data.write_text(line, errors="surrogateescape")
     given = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
     config, _ = load([*given, "workflow=test_inputs.Agent", *words])
     find_model(config)
@@ -94,18 +86,3 @@ def test_success_is_the_tasks() -> None:
     rewards = [0.0, 0.1, 1.0, 1.0]
     assert Inputs(None, [], [], None, None, None).success(rewards) == 0.75
     assert Inputs(Task, [], [], None, None, None).success(rewards) == 0.5
-
-
-@pytest.mark.runs
-def test_own_modules_beside_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent's modules may be called like ours, as long as they are not in our top folder."""
-    names = ["tools", "messages", "client", "config", "server", "actor"]
-    for name in names:
-        (tmp_path / f"{name}.py").write_text("MINE = True\n")
-    imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
-    (tmp_path / "my_agent.py").write_text(AGENT.format(imports=imports))
-    (tmp_path / "mine.jsonl").write_text(json.dumps({"question": "?"}) + "\n")
-    monkeypatch.setattr("runs.WITH_TEST_MODULES", {"PYTHONPATH": str(tmp_path)})
-    words = ["mode=eval", "workflow=my_agent.Agent", f"valid_dataset.path={tmp_path}/mine.jsonl"]
-    done = finish(command(tmp_path, *words))
-    assert "eval_reward 1" in done.stdout

@@ -95,15 +95,9 @@ def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", int(cluster["PORT"])), 5)
 
 
-SERVER = """import http.server, os, sys
-os.write(1, f"server with cores {os.environ['CORES']} and GPUs {os.environ['CUDA_VISIBLE_DEVICES']}\\n".encode())
-class Answers(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *_): ...
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+SERVER = f"""echo "server with cores $CORES and GPUs $CUDA_VISIBLE_DEVICES"
+while [ "$1" != --port ]; do shift; done
+exec {sys.executable} -m http.server $2 --directory $(dirname $0)
 """
 
 
@@ -116,18 +110,14 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     When Slurm sends the signal USR1 before the job's time limit, the job script ends the run and
     requeues the job. The requeued job uses the run name of the first job.
     """
-    (tmp_path / "server.py").write_text(SERVER)
-    (tmp_path / "torchrun").write_text(
-        '#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n'
-    )
-    (tmp_path / "torchrun").chmod(0o755)
-    port = two_free_ports()
-    job = cluster | {
-        "SLURM_GPUS_ON_NODE": "2",
-        "SLURM_CPUS_PER_TASK": "8",
-        "TORCHRUN": str(tmp_path / "torchrun"),
-    }
-    job |= {"SERVE": f"{sys.executable} {tmp_path}/server.py", "PORT": str(port)}
+    scripts = {"server": SERVER, "torchrun": 'echo "trainer with cores $CORES: $*"\nexec sleep 999'}
+    scripts["health"] = ""  # what the server answers
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o755)
+    job = cluster | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8"}
+    job |= {"SERVE": f"{tmp_path}/server", "PORT": str(two_free_ports())}
+    job |= {"TORCHRUN": f"{tmp_path}/torchrun"}
     with subprocess.Popen(
         [str(SCRIPT), "seed=2"], cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -139,10 +129,8 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
         process.send_signal(signal.SIGUSR1)
         rest = process.stdout.read()
     assert process.returncode == 0
-    assert sorted(lines[:-1]) == [
-        "server with cores 4 and GPUs 0\n",
-        "server with cores 4 and GPUs 1\n",
-    ]
+    servers = sorted(line for line in lines if line.startswith("server"))
+    assert servers == [f"server with cores 4 and GPUs {gpu}\n" for gpu in "01"]
     assert "trainer with cores 8: " in lines[-1]
     assert "train.py trial_name=slurm-7 seed=2 " in lines[-1]
     assert "requeued" in rest

@@ -60,9 +60,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run])
         (["task=tasks.gues"], 2, "error: task=tasks.gues: "),
     ],
 )
-def test_help_and_mistakes_need_no_torch(words: list[str], code: int, says: str) -> None:
+def test_help_and_mistakes_need_no_torch(
+    tmp_path: Path, words: list[str], code: int, says: str
+) -> None:
     """They are said in half a second, not in five."""
-    words = [sys.executable, "-X", "importtime", "train.py", *words, "trial_name=no"]
+    words = [sys.executable, "-X", "importtime", "train.py", *words, f"fileroot={tmp_path}"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == code
     said = done.stdout if code == 0 else done.stderr.splitlines()[-1]
