@@ -52,7 +52,7 @@ from run.checkpoint import load_checkpoint, save_checkpoint
 from run.config import TrainConfig
 from run.evaluate import conclude, evaluate
 from run.inputs import load_inputs, make_dataloader
-from run.launch import plan_proxies
+from run.launch import plan_proxy
 from run.log import Log, describe_batch, logp_mismatch
 from run.start import Run, main
 from staleness import StalenessManager
@@ -79,10 +79,10 @@ def start_rollout(run: Run) -> None:
         engine.take_over()
     engine.initialize()
 
-    # 2. The proxies answer agents over HTTP, keep the tokens (cache.py), and ask the same servers.
-    #    They load while the trainer does.
-    urls = run.start(plan_proxies(config, run.server_urls, run.key, run.admin_key, named))
-    proxy = ProxyAddress(tuple(urls), run.admin_key)
+    # 2. The proxy answers agents over HTTP, keeps the tokens (cache.py), and asks the same servers.
+    #    It loads while the trainer does.
+    [url] = run.start([plan_proxy(config, run.server_urls, run.key, run.admin_key, named)])
+    proxy = ProxyAddress(url, run.admin_key)
     engine.proxies = proxy if config.mode == "train" else None
     run.stack.callback(engine.destroy)
 

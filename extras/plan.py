@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inference.serve import free_port
 from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig, load
 from run.inputs import base_model_path
-from run.launch import Child, plan_proxies, plan_servers, visible_gpus
+from run.launch import Child, plan_proxy, plan_servers, visible_gpus
 from training import logprobs
 
 GIB = 2**30
@@ -306,8 +306,8 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     trainers = [Child(f"rank {k}", [], names[k : k + 1]) for k in range(here)]
     ports = [free_port() for _ in servers]
     urls = [f"http://127.0.0.1:{port}" for port in ports] or config.rollout.server_addrs
-    proxies = plan_proxies(config, urls, "KEY", "KEY", {})
-    needs = [(each, PROXY_GIB) for each in proxies]
+    proxy = plan_proxy(config, urls, "KEY", "KEY", {})
+    needs = [(proxy, PROXY_GIB)]
     if shape := find_shape(config.model_path):
         n, has_head_norms = count_parameters(shape)
         rank = estimate_rank(config, shape, n, has_head_norms, ranks, bool(names))
@@ -315,7 +315,7 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
         needs += [(each, estimate_server(config, shape, n, bool(each.gpus))) for each in servers]
     known = {each.name: f"{gib:.1f}" for each, gib in needs}
     print(f"{'process':12}{'GPUs':12}{'GiB':>6}")
-    for each in [*trainers, *servers, *proxies]:
+    for each in [*trainers, *servers, proxy]:
         print(f"{each.name:12}{','.join(each.gpus) or '-':12}{known.get(each.name, '?'):>6}")
     for url in config.rollout.server_addrs:
         print(f"{'(running)':12}{url}")
@@ -335,7 +335,7 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
         have = gpu_memory or (ASSUMED_GIB if gpus else memory_of_each(names))
         check_memory(config, needs, names, have)
     print("\nthe run's commands, with its keys as KEY and free ports:")
-    for each, port in zip(servers + proxies, [*ports, *(free_port() for _ in proxies)]):
+    for each, port in zip([*servers, proxy], [*ports, free_port()]):
         print(paste(each, port))
     return 0
 

@@ -169,13 +169,6 @@ class PPOActorConfig(Keys):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
-class ProxyConfig(Keys):
-    """The proxies."""
-
-    workers: Count = 1
-    """number of proxy processes; an episode stays with one of them"""
-
-
 class RefConfig(Keys):
     """The frozen model of the KL penalty."""
 
@@ -195,8 +188,6 @@ class TrainDatasetConfig(DatasetConfig):
 
     batch_size: Count = 8
     """prompt groups in a step (B)"""
-    shuffle: bool = True
-    """a new order in every epoch"""
 
 
 class EvaluatorConfig(Keys):
@@ -262,7 +253,6 @@ class TrainConfig(Keys):
     """fields of gconfig that differ in evaluations"""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()
-    proxy: ProxyConfig = ProxyConfig()
     actor: PPOActorConfig = PPOActorConfig()
     ref: RefConfig = RefConfig()
     train_dataset: TrainDatasetConfig = TrainDatasetConfig()

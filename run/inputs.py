@@ -154,7 +154,7 @@ def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
     return DataLoader(
         dataset * -(-keys.batch_size // len(dataset)),  # type: ignore[arg-type]
         batch_size=keys.batch_size,
-        shuffle=keys.shuffle,
+        shuffle=True,
         generator=torch.Generator().manual_seed(config.seed),
         drop_last=True,
         collate_fn=list,

@@ -1,4 +1,4 @@
-"""Start, watch and end the processes of a run: inference servers and proxies.
+"""Start, watch and end the processes of a run: inference servers and the proxy.
 
 Each has a process session of its own, so Ctrl-C reaches train.py alone, which then ends them in
 order. A process ends by itself when its parent is gone, even after `kill -9`. It gets its keys in
@@ -8,7 +8,7 @@ The trainer's ranks take the first GPUs of the machine, the servers the last. Wi
 and 2 servers of 2 GPUs each, the servers get GPUs 4, 5 and 6, 7. Where there are too few GPUs, the
 servers share those of the ranks.
 
-A run that loses a server or a proxy ends at once, with the last lines of its log; it goes on from
+A run that loses a server or the proxy ends at once, with the last lines of its log; it goes on from
 its last checkpoint.
 """
 
@@ -175,10 +175,10 @@ SGLANG_VARIABLES = {
 }
 
 
-def plan_proxies(
+def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
-) -> list[Child]:
-    """The proxies of these servers, which must answer already. `hooks` are the engine's:
+) -> Child:
+    """The proxy of these servers, which must answer already. `hooks` are the engine's:
     {class path: its arguments}, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]
@@ -189,5 +189,4 @@ def plan_proxies(
     if parser := config.rollout.openai.tool_call_parser:
         words += ["--tool-call-parser", parser]
     keys = {"POCKET_AREAL_ADMIN_KEY": admin_key, "POCKET_AREAL_SERVER_KEY": key}
-    whole = command("proxy", *words)
-    return [Child(f"proxy-{k}", whole, variables=keys) for k in range(config.proxy.workers)]
+    return Child("proxy", command("proxy", *words), variables=keys)

@@ -64,7 +64,7 @@ class Run:
         if self.rank == 0:
             self.claim()
         find_model(config)
-        self.admin_key = secrets.token_urlsafe(16)  # of the proxies
+        self.admin_key = secrets.token_urlsafe(16)  # of the proxy
         self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")  # of the servers
         self.server_urls = config.rollout.server_addrs
         if not self.server_urls and self.rank == 0:

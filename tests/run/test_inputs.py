@@ -72,7 +72,6 @@ def test_the_order_of_the_data_is_the_seeds() -> None:
     assert drawn() == drawn()
     assert drawn() != drawn("seed=2")
     assert {len(batch) for batch in drawn()} == {7}
-    assert drawn("train_dataset.shuffle=false") == [[0, 1, 2, 3, 4, 0, 1]]
 
 
 def test_success_is_the_tasks() -> None:

@@ -14,7 +14,7 @@ import pytest
 from runs import wait_gone
 
 from run.config import load
-from run.launch import Child, ProcessDied, plan_proxies, plan_servers
+from run.launch import Child, ProcessDied, plan_proxy, plan_servers
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_our_own_processes_are_told_what_the_configuration_says() -> None:
     config.model_path = config.tokenizer_path = "MODEL"
     hooks: dict[str, Any] = {"extras.replay.Hooks": {"folder": "F"}}
     [server] = plan_servers(config, [], "k3y")
-    [proxy] = plan_proxies(config, ["URL"], "k3y", "adm1n", hooks)
+    proxy = plan_proxy(config, ["URL"], "k3y", "adm1n", hooks)
     options: dict[str, Any] = dict(zip(proxy.command, proxy.command[1:]))
     assert json.loads(options["--sampling"])["temperature"] == 0.7
     assert json.loads(options["--hooks-args"]) == {"folder": "F"}

@@ -110,7 +110,7 @@ def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) ->
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 60)
     assert process.returncode == 1, output
-    name = "server-0" if victim != "proxy" else "proxy-0"
+    name = "server-0" if victim != "proxy" else "proxy"
     assert f"error: {name} ended with code -9; the end of " in output
     assert output.splitlines()[-1].startswith("to go on from ")
     assert_gone(pids)
