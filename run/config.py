@@ -378,7 +378,9 @@ def load(argv: list[str]) -> tuple[TrainConfig, list[str]]:
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
     recipes = options.config or ["demo"]
-    words = reduce(or_, map(read_word, options.words), {})
+    words: dict[str, Any] = {}
+    for word in options.words:
+        words |= read_word(word)
     settings = reduce(or_, map(rename, [*map(read_recipe, recipes), words]))
     try:
         config = TrainConfig.model_validate(nest(settings))
