@@ -221,7 +221,7 @@ class TrainConfig(Keys):
     """A run."""
 
     mode: Literal["train", "eval"] = "train"
-    """train: train; eval: only evaluate"""
+    """train, or eval: only evaluate"""
     task: str | None = "tasks.guess"
     """module with data, agent and model; null: keys say it"""
     experiment_name: FolderName = "guess"

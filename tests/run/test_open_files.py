@@ -2,16 +2,15 @@
 often 1,024, and lose no request."""
 
 import asyncio
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT, free_port, wait_until_up
+from conftest import server_process
 
 from inference.io_struct import EngineError
 from inference.serve import raise_open_files
@@ -22,25 +21,15 @@ pytestmark = pytest.mark.runs
 REQUESTS, SESSIONS = 2000, 80
 
 
-def limited(files: int, command: list[str]) -> list[str]:
-    """The command, with a soft limit of open files."""
-    return ["bash", "-c", f'ulimit -Sn {files}; exec "$@"', "bash", *command]
-
-
 @pytest.fixture
 def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
     """The URLs of a small server and of its proxy, which begin with 1,024 open files."""
-    ports = [free_port(), free_port()]
-    server, proxy = (f"http://127.0.0.1:{port}" for port in ports)
-    modules = ["inference.tiny.server"], ["proxy", "--server", server, "--admin-key", "secret"]
-    with ExitStack() as stack:
-        for port, (module, *options) in zip(ports, modules):
-            words = ["-m", module, "--model-path", str(tiny_model_dir), "--port", str(port)]
-            whole = limited(1024, [sys.executable, *words, *options])
-            process = stack.enter_context(subprocess.Popen(whole, cwd=ROOT))
-            stack.callback(process.terminate)
-            wait_until_up(f"http://127.0.0.1:{port}", process)
-        yield server, proxy
+    limited = ["bash", "-c", 'ulimit -Sn 1024; exec "$@"', "bash", sys.executable, "-m"]
+    model = ["--model-path", str(tiny_model_dir)]
+    with server_process(*limited, "inference.tiny.server", *model) as (server, _):
+        words = ["proxy", "--server", server, "--admin-key", "secret", *model]
+        with server_process(*limited, *words) as (proxy, _):
+            yield server, proxy
 
 
 def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
