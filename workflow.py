@@ -48,9 +48,9 @@ from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.wire import PerLoop, make_transport, many_connections
-from rollout.reward import AsyncRewardWrapper
+from rollout.reward import AsyncRewardWrapper, pools
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from rollout.workers import pools, run_agent, within
+from rollout.workers import run_agent, within
 
 logger = logging.getLogger("pocket_areal.workflow")
 
@@ -196,18 +196,17 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], None] = lambda count: None  # told if the group goes on
+    on_failures: Callable[[int], None] = lambda count: None  # told how many, if the group goes on
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
         results = await asyncio.gather(*members)
-        failures = [result for result in results if isinstance(result, BaseException)]
+        failures = [x for x in results if isinstance(x, BaseException)]
         if len(failures) == self.group_size:
             raise failures[0]
         for failure in failures:
             logger.warning("a member of task %s failed", _context.get().task_id, exc_info=failure)
-        if failures:
-            self.on_failures(len(failures))
+        self.on_failures(len(failures))
         episodes = [x for x in results if x is not None and x not in failures]
         if not episodes:
             return None
@@ -268,8 +267,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             client = await _agents_client.get()
             return await self._episode(functools.partial(self.agent.run, data, http_client=client))
         pool = await pools(self.subproc_max_workers).get()
-        async with pool.worker() as worker:  # a session starts only when a process is free
-            return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
+        async with pool.worker() as call:  # a session starts only when a process is free
+            return await self._episode(functools.partial(call, run_agent, self.agent, data))
 
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
         context = _context.get()
@@ -296,7 +295,6 @@ def import_named(thing: Any) -> Any:
 def resolve_workflow(
     workflow: Any,
     workflow_kwargs: dict[str, Any] | None = None,
-    group_size: int = 1,
     *,
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
@@ -317,4 +315,4 @@ def resolve_workflow(
             agent = "an agent, which has `async def run(self, data, **extra_kwargs)`"
             raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor {agent}")
         resolved = OpenAIProxyWorkflow(resolved, **(proxy or {}))
-    return GroupedRolloutWorkflow(resolved, group_size) if group_size > 1 else resolved
+    return resolved

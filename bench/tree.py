@@ -114,15 +114,12 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
 
     def over(tree: PackedTree, dense: bool) -> Tensor:
         model.set_attn_implementation("sdpa" if dense else "tree")
-        how: dict[str, Any] = {"subtree_end": tree.subtree_end}
+        inputs = dict(tree.inputs)
         if dense:
-            k = torch.arange(len(tree.subtree_end))
-            how = {
-                "attention_mask": ((k <= k[:, None]) & (k[:, None] < tree.subtree_end))[None, None]
-            }
-        hidden = model.model(
-            input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how
-        ).last_hidden_state[0]
+            end = inputs.pop("subtree_end")
+            k = torch.arange(len(end))
+            inputs["attention_mask"] = ((k <= k[:, None]) & (k[:, None] < end))[None, None]
+        hidden = model.model(**inputs, use_cache=False).last_hidden_state[0]
         before = tree.states[:, own - 1 : -1].flatten()
         return loss_of(model, hidden[before], torch.cat([rows[row, own:] for row in tree.rows]))
 
@@ -165,7 +162,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
         width,
         length,
         f"{share:g}",
-        f"{len(tree.subtree_end) / rows.numel():.2f}",
+        f"{tree.inputs['input_ids'].numel() / rows.numel():.2f}",
         *shown,
         f"**{gain:.2f}**",
         f"{worst:.0e}",

@@ -115,7 +115,7 @@ def step_bytes(
     # gradient in float32 before and after the ranks add theirs.
     middle = b * last + saved + (0 if is_kept else one)
     # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
-    if ranks == 1 and actor.dtype == "float32" and not actor.offload:  # FSDP shards nothing
+    if ranks == 1 and actor.dtype == "float32":  # FSDP shards nothing
         return max(head, middle + 2 * b * tokens * mlp_width(shape))
     return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
 
@@ -128,9 +128,8 @@ def kept_bytes(config: TrainConfig) -> int:
 def estimate_rank(
     config: TrainConfig, shape: Any, n: int, has_head_norms: bool, ranks: int, on_gpu: bool
 ) -> float:
-    """GiB of one of `ranks` trainers. With actor.offload, what it keeps is in host memory."""
-    kept = 0 if config.actor.offload and on_gpu else kept_bytes(config) * n / ranks
-    device = "cuda" if on_gpu else "cpu"
+    """GiB of one of `ranks` trainers."""
+    kept, device = kept_bytes(config) * n / ranks, "cuda" if on_gpu else "cpu"
     step = step_bytes(config.actor, shape, n, has_head_norms, device, ranks)
     return (kept + step + CUDA_BYTES * on_gpu) / GIB
 
@@ -165,7 +164,6 @@ def check_memory(
     on_ranks = {
         "lower actor.mb_tokens": True,
         "set actor.gradient_checkpointing=true": not actor.gradient_checkpointing,
-        "set actor.offload=true": bool(gpus) and not actor.offload,
         "set actor.dtype=bfloat16": actor.dtype == "float32",
         "raise torchrun --nproc-per-node": sum(p.name[:4] == "rank" for p, _ in needs) < len(gpus),
     }
@@ -329,9 +327,6 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
         weights = weights_on_disk(config, n) / 1e9
         print(f"{n:,} parameters, at most {weights:.1f} GB of weights on the disk")
         print("GiB for each rank, and for each GPU of a server, are estimates")
-        if config.actor.offload and names:
-            host = kept_bytes(config) * n * here / ranks / GIB
-            print(f"actor.offload: the ranks here keep {host:.1f} GiB in host memory")
         have = gpu_memory or (ASSUMED_GIB if gpus else memory_of_each(names))
         check_memory(config, needs, names, have)
     print("\nthe run's commands, with its keys as KEY and free ports:")

@@ -53,14 +53,13 @@ class DispatchState:
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # those in a row
-    failure: BaseException | None = None  # why the run stops
+    errors: list[BaseException] = field(default_factory=list)  # those in a row
 
     # ---- questions
 
     def may_start(self) -> int:
         """How many tasks may start now."""
-        return 0 if self.paused or self.failure else max(0, self.manager.get_capacity())
+        return 0 if self.paused else max(0, self.manager.get_capacity())
 
     def in_flight(self) -> set[int]:
         """The tasks that a later step may consume."""
@@ -99,9 +98,12 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """A task has ended: accepted with data, else rejected, and with an error also failed."""
+        """A task has ended: accepted with data, else rejected, and with an error also failed.
+
+        Raises RuntimeError if this one is too many.
+        """
         self.trace("finish", task_id)
-        self.errors = [*self.errors, (task_id, error)] if error else []
+        self.errors = [*self.errors, error] if error else []
         if data is not None:
             self.order[task_id] = data
             if self.stale != "wait":
@@ -115,19 +117,17 @@ class DispatchState:
         if error:
             self.trace("fail", task_id)
         self.trace("reject", task_id)
-        stat, words = self.manager.get_stats(), ""
+        stat = self.manager.get_stats()
         most = self.max_failures or max(8, 2 * self.manager.consumer_batch_size)
         if len(self.errors) >= most:
-            first, error = self.errors[0]
-            words = f"{most} tasks failed one after another, first task {first}: {error!r}"
-        elif stat.rejected >= most and not stat.accepted + stat.dropped + stat.withdrawn:
-            words = (
+            first = self.errors[0]
+            words = f"{most} tasks failed one after another, the first by {first!r}"
+            raise RuntimeError(words) from first
+        if stat.rejected >= most and not stat.accepted + stat.dropped + stat.withdrawn:
+            raise RuntimeError(
                 f"{stat.rejected} groups were rejected and none was accepted: look at "
                 "should_accept_fn, and at why the workflow returns None (an agent: no reward)"
             )
-        if words:
-            self.failure = RuntimeError(words)
-            self.failure.__cause__ = error
 
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is not finished.
@@ -178,7 +178,7 @@ class BatchTaskDispatcher:
         self.task_factory, self.state = task_factory, state
         self.stopped: Future = Future()  # its exception ends every call
         self.interrupted = False
-        self._news = asyncio.Event()  # set for a moment at every event
+        self._news = asyncio.Event()  # set for a moment when a task has ended
         self._running: set[asyncio.Task] = set()  # the loop itself keeps no task alive
         self._loop, self._end = uvloop.new_event_loop(), asyncio.Event()
         self.thread = threading.Thread(target=self._main, name="rollout", daemon=True)
@@ -186,7 +186,7 @@ class BatchTaskDispatcher:
 
     def submit_task_input(self, task: Any) -> None:
         """Enqueue a task, which starts as soon as the gate admits it."""
-        self.run(self._event(self.state.enqueue, task))
+        self.change(self.state.enqueue, task)
 
     def wait_results(self, count: int, timeout: float | None = None) -> list[Any]:
         """Wait for the next `count` results, in the order of `next_groups`.
@@ -218,18 +218,22 @@ class BatchTaskDispatcher:
 
     def in_flight(self) -> set[int]:
         """The tasks that a later step may consume."""
-        return self.run(self._event(self.state.in_flight))
+        return self.change(self.state.in_flight)
 
     def pause(self) -> None:
         """Start nothing until `resume`. What runs goes on."""
-        self.run(self._event(setattr, self.state, "paused", True))
+        self.change(setattr, self.state, "paused", True)
 
     def resume(self) -> None:
-        self.run(self._event(setattr, self.state, "paused", False))
+        self.change(setattr, self.state, "paused", False)
 
     def on_new_version(self) -> None:
         """The version has grown, so the gate may admit more."""
-        self.run(self._event(self.state.may_start))
+        self.change(self.state.may_start)
+
+    def change(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the loop, start what may start then, and return its result."""
+        return self._wait(lambda: [function(*args)])[0]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` in the loop and wait for its result; Ctrl-C ends the wait.
@@ -246,6 +250,22 @@ class BatchTaskDispatcher:
         finally:
             future.cancel()
 
+    def _wait(self, attempt: Callable[[], Any], timeout: float | None = None) -> Any:
+        """Call `attempt` in the loop, and again when a task has ended, until its result is true."""
+
+        async def until() -> Any:
+            async with asyncio.timeout(timeout):
+                while True:
+                    result = attempt()
+                    self._produce()  # the gate may have opened
+                    if result or self.interrupted:
+                        return result
+                    await self._news.wait()
+
+        if result := self.run(until()):
+            return result
+        raise KeyboardInterrupt  # not in the loop, which it would end
+
     # ---- for any thread
 
     def call_soon(self, function: Callable[[], Any]) -> None:
@@ -253,7 +273,7 @@ class BatchTaskDispatcher:
         self._loop.call_soon_threadsafe(function)
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the call that waits for results now, and in later ones."""
+        """Raise KeyboardInterrupt in the call that waits now, and in each later one that would."""
         self.interrupted = True
         self.call_soon(self._wake)
 
@@ -275,37 +295,12 @@ class BatchTaskDispatcher:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._end.wait())  # then it cancels the episodes and waits for them
 
-    def _wait(self, attempt: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Call `attempt` in the loop after every event, until its result is true."""
-
-        async def until() -> Any:
-            async with asyncio.timeout(timeout):
-                while not self.interrupted:
-                    result = attempt()
-                    self._produce()  # a dropped or withdrawn group has freed its place
-                    if result:
-                        return result
-                    await self._news.wait()
-
-        if result := self.run(until()):
-            return result
-        raise KeyboardInterrupt  # not in the loop, which it would end
-
-    async def _event(self, change: Callable[..., Any], *args: Any) -> Any:
-        """Change the state, start what may start now, and wake who waits."""
-        result = change(*args)
-        self._produce()
-        self._wake()
-        return result
-
     def _produce(self) -> None:
         for task in self.state.start():
             # Its context is empty, not that of whoever opened the gate.
             running = asyncio.create_task(self._run(task), context=Context())
             self._running.add(running)
             running.add_done_callback(self._running.discard)
-        if self.state.failure:
-            self.fail(self.state.failure)
 
     def _wake(self) -> None:
         self._news.set()
@@ -317,8 +312,11 @@ class BatchTaskDispatcher:
             data = await self.task_factory(task)
         except BaseException as raised:  # also the SystemExit of an agent
             error = raised
+        if self.stopped.done():  # this task was cancelled, and stays open
+            return
         try:
-            if not self.stopped.done():  # else this task was cancelled, and stays open
-                await self._event(self.state.finish, task.task_id, data, error)
-        except Exception as broken:  # in a listener
-            self.fail(broken)
+            self.state.finish(task.task_id, data, error)
+            self._produce()
+            self._wake()
+        except Exception as reason:  # too many have failed, or a listener is broken
+            self.fail(reason)

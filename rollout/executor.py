@@ -5,24 +5,23 @@
 version 0; the first call returns four of them and leaves four for the second.
 
 A sample that the dataloader yields becomes a task, whose id is its position in the data. When the
-gate admits it (dispatcher.py), its episodes run (workflow.py); their tensors are checked, completed
-(trajectory.py), shown to should_accept_fn, and written as text to
+gate admits it (dispatcher.py), its episodes run as a group (workflow.py). Their tensors are
+completed (trajectory.py), shown to should_accept_fn, and written as text to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
 A workflow that returns None rejects its sample, and one that raises has also failed; another sample
 is drawn instead. A sample keeps the workflow and the arguments of the call that drew it.
 
-**A restart** draws the data again from their start, and skips the positions that were closed, which
+**A restart** draws the data again from their start, and skips the positions that are closed, which
 means consumed or rejected. With the positions 0 to 7 drawn and 0 to 3 trained on, the checkpoint
-holds {"next_id": 8, "open": [4, 5, 6, 7]}: four episodes run again, and then comes position 8.
+holds {"closed": [0, 1, 2, 3]}: 4 to 7 run again, and then comes position 8.
 
 **Not promised**: a restart with a second dataloader, or after `submit`, which also takes an id; and
 an end of rollout_batch on an executor whose gate other groups fill.
 """
 
 import asyncio
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,7 +60,7 @@ class WorkflowExecutor:
     """The rollout methods of an engine, which it attaches to the engine.
 
     They take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is the
-    number of episodes per prompt; without it, that of the configuration.
+    number of episodes per prompt; without it, gconfig.n_samples.
     """
 
     engine: Any
@@ -85,10 +84,9 @@ class WorkflowExecutor:
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
         self.wait_for_task = self.dispatcher.wait_for_task
-        self._next_id = self._resume_at = 0  # positions below resume_at were drawn before a
-        self._reopened = set[int]()  # restart, and run again only if they were open
+        self._next_id = 0
+        self._closed = set[int]()  # positions that were closed before a restart
         self._streams: dict[Any, Iterator[Sample]] = {}  # of each dataloader
-        self._keys: dict[type, frozenset[str]] = {}  # of each workflow's first trajectory
         self.engine.executor = self.dispatcher
         for method in ROLLOUT_METHODS:
             setattr(self.engine, method, getattr(self, method))
@@ -178,7 +176,7 @@ class WorkflowExecutor:
         """The samples to run, epoch after epoch, each with its position."""
         for sample in self._streams.setdefault(dataloader, cycle(dataloader)):
             task_id = self._new_id()
-            if task_id >= self._resume_at or task_id in self._reopened:
+            if task_id not in self._closed:
                 yield task_id, sample
 
     def _resolve(
@@ -200,23 +198,21 @@ class WorkflowExecutor:
             "sampling": sampling or {},
         }
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
-        size = group_size or self.config.group_size or self.gconfig.n_samples
-        run = workflows.resolve_workflow(workflow, kwargs, size, proxy=proxy, defaults=defaults)
-        if isinstance(run, workflows.GroupedRolloutWorkflow):
-            run.on_failures = self.gate.on_members_failed
-        return run, workflows.import_named(accept)
+        one = workflows.resolve_workflow(workflow, kwargs, proxy=proxy, defaults=defaults)
+        size = group_size or self.gconfig.n_samples
+        group = workflows.GroupedRolloutWorkflow(one, size, self.gate.on_members_failed)
+        return group, workflows.import_named(accept)
 
     # ---- restarts
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the data were read, for a checkpoint."""
-        not_drawn = {i for i in self._reopened if i >= self._next_id}
-        next_id = max(self._next_id, self._resume_at)
-        return {"next_id": next_id, "open": sorted(self.dispatcher.in_flight() | not_drawn)}
+        """Which positions are closed, for a checkpoint."""
+        closed = {*range(self._next_id)} - self.dispatcher.in_flight()
+        return {"closed": sorted(closed | self._closed)}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:
         """Go on from a `state_dict` that was made at `version`. Call this before anything runs."""
-        self._resume_at, self._reopened = state["next_id"], set(state["open"])
+        self._closed = {*state["closed"]}
         self.gate.on_version_recovered(version)
 
     # ---- in the loop
@@ -230,14 +226,10 @@ class WorkflowExecutor:
         version, context = self.engine.get_version(), workflows.workflow_context
         context.set(workflows.WorkflowContext(task.is_eval, task.task_id, seed=self.seed))
         try:
-            result = await task.workflow.arun_episode(self.engine, copy.deepcopy(task.data))
+            result = await task.workflow.arun_episode(self.engine, task.data)
             if result is None:
                 return None
-            group = workflows.to_tensors(result)
-            kind = type(getattr(task.workflow, "workflow", task.workflow))
-            trajectory.check_trajectory_format(group, self._keys.get(kind))
-            self._keys.setdefault(kind, frozenset(group))
-            group = trajectory.complete(group, task.task_id, version)
+            group = trajectory.complete(workflows.to_tensors(result), task.task_id, version)
             versions = trajectory.version_span(group, trajectory.generated(group))
             if not task.is_eval:
                 rewards = group["rewards"].tolist()

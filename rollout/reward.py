@@ -8,15 +8,23 @@ A reward that fails or takes too long fails its episode. It does not become 0, f
 would learn.
 """
 
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 from cache import finite
-from rollout.workers import pools, within
+from inference.wire import PerLoop
+from rollout.workers import WorkerPool, within
 
 PROCESSES = 4
+
+
+@functools.cache
+def pools(size: int) -> PerLoop[WorkerPool]:
+    """The pool of `size` processes that each event loop has."""
+    return PerLoop(lambda: WorkerPool(size))
 
 
 class AsyncRewardWrapper:
@@ -39,6 +47,6 @@ class AsyncRewardWrapper:
         if self.is_async:
             work = self.reward_fn(*args, **kwargs)
             return finite(await within(self.timeout_seconds, work, words))
-        async with (await pools(PROCESSES).get()).worker() as worker:
-            work = worker.call(self.reward_fn, *args, **kwargs)
+        async with (await pools(PROCESSES).get()).worker() as call:
+            work = call(self.reward_fn, *args, **kwargs)
             return finite(await within(self.timeout_seconds, work, words))

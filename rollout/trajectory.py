@@ -86,14 +86,11 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
     return None if nothing_left else traj | {"loss_mask": mask, "masked": old.sum(1).int()}
 
 
-def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
-    """Raise ValueError if a trajectory is malformed, or its keys are not those of the workflow's
-    earlier ones. The message names the key."""
+def check_trajectory_format(traj: Any) -> None:
+    """Raise ValueError if a trajectory is malformed. The message names the key."""
     found = sorted(traj) if isinstance(traj, dict) else [type(traj).__name__]
     if not {"input_ids", "attention_mask"} <= {*found}:
         raise ValueError(f"a trajectory is a dict with input_ids and attention_mask, not {found}")
-    if differ := traj.keys() ^ (expected_keys or traj.keys()):
-        raise ValueError(f"only some trajectories of this workflow have {sorted(differ)}")
     shape = traj["input_ids"].shape
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"input_ids must be [batch, seq_len] and not empty, not {list(shape)}")

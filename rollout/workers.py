@@ -3,11 +3,11 @@
 Such code may compute for minutes, hang or crash, and all episodes share one event loop. So a pool
 runs each call in a process that can be killed:
 
-    async with (await pools(4).get()).worker() as worker:    at most four at once; others wait
-        value = await within(15, worker.call(function, *args), "...")       15 s from this line
+    async with pool.worker() as call:                       at most so many at once; others wait
+        value = await within(15, call(function, *args), "...")       15 s from this line
 
-A call that does not return, because of the time limit or a cancellation, ends with its process and
-the whole process group. A process that has returned serves the next call, so global variables stay.
+A process whose block ended well serves the next one, so global variables stay. After an exception,
+a time limit or a cancellation it is killed with its whole process group.
 
 A call travels as a pickle, by the function's name: the process imports the function's module, not
 the main script. A result comes back as JSON, because a pickle from an agent could run code in the
@@ -24,23 +24,23 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve()"
+
 
 async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
     """Await `work`. After `seconds` it is cancelled, and TimeoutError(words) is raised."""
-    limit = asyncio.timeout(seconds)
     try:
-        async with limit:
+        async with asyncio.timeout(seconds) as limit:
             return await work
     except TimeoutError as error:
         if limit.expired():
@@ -48,47 +48,31 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
         raise
 
 
-class Worker:
-    """A process that runs one call after another."""
+async def start() -> Process:
+    words = sys.executable, "-u", "-c", CODE.format(sys.path)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
+    options: Any = {"stdin": PIPE, "stdout": PIPE, "limit": 2**30, "start_new_session": True}
+    return await asyncio.create_subprocess_exec(*words, env=env, **options)
 
-    def __init__(self) -> None:
-        code = f"import sys; sys.path[:] = {sys.path}; from rollout import workers; workers.serve()"
-        env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        command = sys.executable, "-u", "-c", code
-        self.process: Any = subprocess.Popen(command, start_new_session=True, env=env, **pipes)
-        self._thread, self.busy = ThreadPoolExecutor(1), False
 
-    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The result of `function(*args, **kwargs)`. Raises RuntimeError with the type and the text
-        of its exception, or if its process has ended."""
-        self.busy = True
-        # Two pickles, so that one whose module is missing is read to its end.
-        call = pickle.dumps(pickle.dumps((function, args, kwargs)))
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._thread, self._exchange, call)
-        if not answer:
-            code, name = self.process.wait(), getattr(function, "__qualname__", function)
-            raise RuntimeError(f"the process that ran {name} ended with code {code}")
-        self.busy = False
-        value, error = json.loads(answer)
-        if error:
-            raise RuntimeError(error)
-        return value
+async def call(process: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The result of `function(*args, **kwargs)`. Raises RuntimeError with the type and the text of
+    its exception, or if its process has ended."""
+    process.stdin.write(pickle.dumps((function, args, kwargs)))
+    if not (answer := await process.stdout.readline()):
+        code, name = await process.wait(), getattr(function, "__qualname__", function)
+        raise RuntimeError(f"the process that ran {name} ended with code {code}")
+    value, error = json.loads(answer)
+    if error:
+        raise RuntimeError(error)
+    return value
 
-    def _exchange(self, call: bytes) -> bytes:
-        """Blocks its thread until the process answers, or is gone."""
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(call)
-            self.process.stdin.flush()
-        return self.process.stdout.readline()
 
-    def kill(self) -> None:
-        """End the process and its group."""
-        with suppress(ProcessLookupError, PermissionError):  # an empty group, on Linux and macOS
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
-            self._thread.shutdown()
+async def kill(process: Process) -> None:
+    """End a process and its group."""
+    with suppress(ProcessLookupError, PermissionError):  # an empty group, on Linux and macOS
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 class WorkerPool:
@@ -96,32 +80,23 @@ class WorkerPool:
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
-        self._idle: list[Worker] = []
+        self._idle: list[Process] = []
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator[Worker]:
-        """A process for the `with` block alone."""
+    async def worker(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+        """`call` in a process that the `with` block has for itself."""
         async with self._places:
-            worker = self._idle.pop() if self._idle else Worker()
+            process = self._idle.pop() if self._idle else await start()
             try:
-                yield worker
-            finally:
-                if worker.busy:
-                    worker.kill()
-                else:
-                    self._idle.append(worker)
+                yield functools.partial(call, process)
+            except BaseException:
+                await kill(process)
+                raise
+            self._idle.append(process)
 
     async def aclose(self) -> None:
         while self._idle:
-            self._idle.pop().kill()
-
-
-@functools.cache
-def pools(size: int) -> Any:
-    """The pool of `size` processes that each event loop has."""
-    from inference.wire import PerLoop  # not in a process of the pool, where it takes a second
-
-    return PerLoop(lambda: WorkerPool(size))
+            await kill(self._idle.pop())
 
 
 # ---- in the process
@@ -139,16 +114,16 @@ def serve() -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=follow_trainer, daemon=True).start()
-    with open(calls, "rb") as stream, open(answers, "wb") as out, suppress(EOFError):
-        while True:
-            out.write(outcome_of(pickle.load(stream)) + b"\n")
+    with open(calls, "rb") as stream, open(answers, "wb") as out:
+        while stream.peek(1):
+            out.write(outcome_of(stream) + b"\n")
             out.flush()
 
 
-def outcome_of(call: bytes) -> bytes:
-    """Run a pickled call, and return its value and its error as JSON."""
+def outcome_of(calls: Any) -> bytes:
+    """Run the next call, and return its value and its error as JSON."""
     try:
-        function, args, kwargs = pickle.loads(call)
+        function, args, kwargs = pickle.load(calls)
         outcome = function(*args, **kwargs), None
         return json.dumps(outcome, default=lambda scalar: scalar.item()).encode()
     except BaseException as error:  # also sys.exit()

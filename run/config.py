@@ -137,8 +137,6 @@ class PPOActorConfig(Keys):
     """recompute the layers in the backward pass"""
     enable_tree_training: bool = False
     """compute the shared beginning of rows only once"""
-    offload: bool = False
-    """keep parameters and optimizer in host memory"""
     use_decoupled_loss: bool = True
     """decoupled PPO; false: standard PPO"""
     recompute_logprob: bool = True

@@ -76,9 +76,9 @@ MUTANTS = [  # property, mode, module, code, changed code
     ("kept", "wait", DISPATCHER, CHECK, f"            self.order.move_to_end(max(batch))\n{CHECK}"),
     ("restart", "wait", STALENESS, "accepted = version *", "accepted = (version + 9) *"),
     ("restart", "drop", EXECUTOR, "self.gate.on_version_recovered(version)", "pass"),
-    ("data", "wait", EXECUTOR, " or task_id in self._reopened", ""),
-    ("data", "mask", EXECUTOR, " | not_drawn", ""),
-    ("data", "drop", EXECUTOR, "max(self._next_id, self._resume_at)", "self._next_id"),
+    ("data", "wait", EXECUTOR, " - self.dispatcher.in_flight()", ""),
+    ("data", "mask", EXECUTOR, "sorted(closed | self._closed)", "sorted(closed)"),
+    ("data", "drop", EXECUTOR, "if task_id not in self._closed", "if True"),
     ("deadlock", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(1 + version * 0) *"),
     ("deadlock", "mask", STALENESS, "rollouts - stat.running", "rollouts - stat.accepted"),
 ]

@@ -32,13 +32,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sharded
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -100,28 +94,20 @@ class FSDPEngine:
         )
         name = pick_layout(self.config, self.device.type, model)
         model.set_attn_implementation("sdpa" if name == "padded" else name)
-        self.cut = cut_trees if name == "tree" else partial(cut_rows, is_packed=name == "packed")
+        self.cut = cut_rows if name == "padded" else partial(cut_trees, shares=name == "tree")
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
-        self.shard(model, layers)
+        # A single rank in float32 needs no FSDP, whose hooks take a sixth of a small model's step.
+        if dist.get_world_size() == 1 and self.dtype == torch.float32:
+            model.to(self.device)
+        else:
+            precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+            for module in [*layers, model]:
+                fully_shard(module, mp_policy=precision)
         if self.config.gradient_checkpointing:  # transformers' own switch needs training mode
             for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
-
-    def shard(self, model: Any, layers: list[Any]) -> None:
-        """Shard each layer, then the rest. A single rank in float32 needs no FSDP, whose hooks take
-        a sixth of a small model's step."""
-        c = self.config
-        if dist.get_world_size() == 1 and c.dtype == "float32" and not c.offload:
-            model.to(self.device)
-            return
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        pinned = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        policy = pinned if c.offload else OffloadPolicy()
-        for module in [*layers, model]:
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
 
     def compute_logp(self, batch: Batch) -> Tensor:
         """log p(token | tokens before it), (B, T) float32, of the trained tokens; 0 elsewhere. All
@@ -267,7 +253,7 @@ class FSDPPPOActor(FSDPEngine):
         }
         # effective sample size: (sum w)^2 / (M sum w^2) = (mean w)^2 / mean w^2
         square = stats.pop("behave_weight_square")
-        stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / square if square else 0.0
+        stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / (square or 1.0)
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:

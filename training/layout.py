@@ -6,8 +6,9 @@ row went through the model alone; they differ in time and memory.
 
     padded    rows of similar length are stacked, the shorter ones padded on the right. No token
               attends to the padding after it, so no mask is needed.
-    packed    rows lie end to end in one long row. A GPU's kernel keeps them apart in bfloat16.
-    tree      shared prefixes are computed once (tree_attention.py).
+    tree      rows lie end to end in one long row, but a prefix that they share is there once
+              (tree_attention.py).
+    packed    a tree that shares nothing. A GPU's kernel keeps its rows apart in bfloat16.
 
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded they have 6 hidden
 states, packed only the first 5; in both, hidden states 0, 1 and 3 predict b, c and e.
@@ -23,7 +24,6 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
@@ -95,28 +95,18 @@ def fill_pieces(
     return pieces
 
 
-def cut_rows(batch: Batch, mb_tokens: int, is_packed: bool) -> Iterator[Piece]:
-    """Pieces of packed or padded rows. A padded row costs as much as the first of its piece."""
+def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
+    """Padded pieces. A row costs as much as the first of its piece, which is the longest."""
     lengths = row_lengths(batch)
+    [longest_first] = split_minibatches(lengths, 1)
 
     def cost(row: int, part: list[int]) -> int:
-        return lengths[row if is_packed else [*part, row][0]]
+        return lengths[[*part, row][0]]
 
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     for part in fill_pieces(longest_first, cost, mb_tokens):
-        rows, t = take(batch, part), lengths[part[0]]
-        ids, real = rows["input_ids"][:, :t].long(), rows["attention_mask"][:, :t].bool()  # (b, t)
+        ids = batch["input_ids"][part, : lengths[part[0]]].long()  # (b, t)
         states = torch.arange(ids.numel()).view(ids.shape)  # (b, t)
-        inputs: dict[str, Any] = {"input_ids": ids}
-        if is_packed:
-            states = real.flatten().cumsum(0).view(ids.shape) - 1  # (b, t)
-            inputs = {
-                "input_ids": ids[real][None],  # (1, n)
-                "position_ids": real.nonzero()[None, :, 1],  # (1, n)
-                "bounds": F.pad(real.sum(1).cumsum(0), (1, 0)).int(),  # (b + 1,) starts, and n
-                "longest": t,
-            }
-        yield make_piece(rows, states, inputs)
+        yield make_piece(take(batch, part), states, {"input_ids": ids})
 
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:

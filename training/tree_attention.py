@@ -44,25 +44,28 @@ class PackedTree(NamedTuple):
 
     rows: list[int]  # sorted by their tokens
     states: Tensor  # (R, T) int64, the index in the tree of each token of a row
-    input_ids: Tensor  # (1, N) int64
-    position_ids: Tensor  # (1, N) int64, the depths
-    subtree_end: Tensor  # (N,) int64
+    # Of the model: input_ids and position_ids, which are the depths, (1, N) int64; subtree_end (N,)
+    # int64. For packed rows also bounds (R + 1,) int32, where each begins and the last one ends,
+    # and the length of the longest.
+    inputs: dict[str, Any]
 
 
-def build_trees(ids: Tensor, max_tokens: int) -> list[PackedTree]:
+def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[PackedTree]:
     """Lay out rows `ids` (B, T), with -1 after their ends, as trees of at most `max_tokens` tokens;
     each row is in one tree. A row that is too long is a tree of its own."""
     order = sorted(range(len(ids)), key=ids.tolist().__getitem__)  # neighbours share most
     ids = ids[order].long()
-    lengths = (ids >= 0).sum(1)  # (B,)
-    same = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)  # (B - 1, T)
+    same = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & shares  # (B - 1, T)
     shared = F.pad(same.int().cumprod(1).sum(1), (1, 0))  # (B,) with the row before
 
-    whole, fresh = lengths.tolist(), (lengths - shared).tolist()
+    whole = (ids >= 0).sum(1)  # (B,)
+    fresh = whole - shared  # (B,)
+
+    def cost(row: int, part: list[int]) -> int:
+        return int((fresh if part else whole)[row])
+
     trees = []
-    for part in fill_pieces(
-        range(len(ids)), lambda row, part: (fresh if part else whole)[row], max_tokens
-    ):
+    for part in fill_pieces(range(len(ids)), cost, max_tokens):
         shared[part[0]] = 0
         trees.append(lay_out([order[row] for row in part], ids[part], shared[part]))
     return trees
@@ -78,19 +81,20 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
     # A subtree ends where the first later row begins that shares none of it.
-    begins = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (R + 1,)
-    later = torch.arange(len(begins)) > row[:, None]  # (N, R + 1)
+    bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (R + 1,)
+    later = torch.arange(len(bounds)) > row[:, None]  # (N, R + 1)
     ends = later & (F.pad(shared, (0, 1)) <= depth[:, None])  # (N, R + 1)
-    subtree_end = begins[ends.int().argmax(1)]
-    return PackedTree(rows, states, ids[is_new][None], depth[None], subtree_end)
+    inputs: dict[str, Any] = {"input_ids": ids[is_new][None], "position_ids": depth[None]}
+    inputs |= {"subtree_end": bounds[ends.int().argmax(1)]}
+    inputs |= {"bounds": bounds.int(), "longest": int(bounds.diff().max())}
+    return PackedTree(rows, states, inputs)
 
 
-def cut_trees(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
+def cut_trees(batch: Batch, mb_tokens: int, shares: bool) -> Iterator[Piece]:
+    """Pieces that are trees, or with shares=False packed rows."""
     padding = ~batch["attention_mask"].bool()
-    for tree in build_trees(batch["input_ids"].masked_fill(padding, -1), mb_tokens):
-        inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids}
-        inputs["subtree_end"] = tree.subtree_end
-        yield make_piece(take(batch, tree.rows), tree.states, inputs)
+    for tree in build_trees(batch["input_ids"].masked_fill(padding, -1), mb_tokens, shares):
+        yield make_piece(take(batch, tree.rows), tree.states, tree.inputs)
 
 
 @lru_cache(maxsize=1)  # all layers of a pass have one tree

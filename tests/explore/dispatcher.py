@@ -129,7 +129,7 @@ class DispatchMachine:
             manager, lambda group: group.oldest, self.mode, without_older, 10**6
         )
         world.cursor = self.Cursor()
-        start = {"_next_id": 0, "_resume_at": 0, "_reopened": frozenset(), "gate": manager}
+        start = {"_next_id": 0, "_closed": frozenset(), "gate": manager}
         vars(world.cursor).update(start, dispatcher=world.state)
         world.started, world.drawn = {}, 0
 
@@ -237,7 +237,7 @@ class DispatchMachine:
         self.build(world)
         if saved:
             world.cursor.load_state_dict(saved, version)
-            world.cursor._reopened = frozenset(world.cursor._reopened)
+            world.cursor._closed = frozenset(world.cursor._closed)
         world.submitted = version * b.batch
         if world.state.may_start() != min(b.concurrent, (b.eta + 1) * b.batch):
             raise Broken("restart", f"{world.state.may_start()} groups may start at {version}")
@@ -260,14 +260,13 @@ class DispatchMachine:
         spent = world.rejections, world.kills, world.slips
         if not self.bounds.kills:
             return now, spent
-        # Where positions matter, they count from the next one.
-        first: Any = (0, None, {"next_id": 0, "open": []})
-        version, _, saved = world.saved or first
+        # Where positions matter, they count from the next one, or from the first that is open.
+        version, _, saved = world.saved or (0, (), {"closed": ()})
+        first = next(i for i in count() if i not in saved["closed"])
+        beyond = tuple(i - first for i in saved["closed"] if i > first)
         numbers = tuple(i - cursor._next_id for i in world.state.order)
-        left = tuple(i - cursor._next_id for i in sorted(cursor._reopened))
-        opened = tuple(i - saved["next_id"] for i in saved["open"])
-        resume = max(0, cursor._resume_at - cursor._next_id)
-        return now, spent, version, opened, numbers, left, resume
+        ahead = tuple(i - cursor._next_id for i in sorted(cursor._closed) if i > cursor._next_id)
+        return now, spent, version, beyond, numbers, ahead
 
     def check(self, world: World) -> None:
         stat, b, order = world.state.manager.get_stats(), self.bounds, world.state.order

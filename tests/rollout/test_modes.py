@@ -238,13 +238,13 @@ def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
 async def test_only_the_call_that_died_fails() -> None:
     """The others, also those that waited for a process, return."""
 
-    async def call(pool: WorkerPool, function: Callable, *args: Any) -> Any:
-        async with pool.worker() as worker:
-            return await worker.call(function, *args)
+    async def use(pool: WorkerPool, function: Callable, *args: Any) -> Any:
+        async with pool.worker() as call:
+            return await call(function, *args)
 
     async with aclosing(WorkerPool(2)) as pool:
         calls: list[Any] = [(abs, -1), (os._exit, 7), (abs, -3), (abs, -4)]
-        work = (call(pool, *each) for each in calls)
+        work = (use(pool, *each) for each in calls)
         results = await asyncio.gather(*work, return_exceptions=True)
     assert [results[0], *results[2:]] == [1, 3, 4]
     assert str(results[1]) == "the process that ran _exit ended with code 7"
@@ -253,29 +253,32 @@ async def test_only_the_call_that_died_fails() -> None:
 async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the process serves the next call."""
+    """And the next call is served."""
     (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
-    async with aclosing(WorkerPool(1)) as pool, pool.worker() as worker:
+    async with aclosing(WorkerPool(1)) as pool:
+        async with pool.worker() as call:
+            first = await call(os.getpid)
         monkeypatch.syspath_prepend(tmp_path)  # too late for the running process
         with pytest.raises(RuntimeError, match="only_here"):
-            await worker.call(__import__("only_here").f)
-        assert await worker.call(abs, -2) == 2
+            async with pool.worker() as call:
+                await call(__import__("only_here").f)
+        async with pool.worker() as call:
+            assert await call(os.getpid) != first
 
 
-async def test_a_worker_gets_no_key_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the user's other keys."""
+async def test_a_worker_gets_no_key_of_the_run_and_runs_no_code_in_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the user's other keys, and its results are no pickles."""
     monkeypatch.setenv("POCKET_AREAL_SERVER_KEY", "secret")
     monkeypatch.setenv("MY_TOOLS_KEY", "the agent's")
-    async with aclosing(WorkerPool(1)) as pool, pool.worker() as worker:
-        assert await worker.call(os.getenv, "POCKET_AREAL_SERVER_KEY") is None
-        assert await worker.call(os.getenv, "MY_TOOLS_KEY") == "the agent's"
-
-
-async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
-    """Not even one whose pickle would."""
-    async with aclosing(WorkerPool(1)) as pool, pool.worker() as worker:
+    async with aclosing(WorkerPool(1)) as pool:
+        async with pool.worker() as call:
+            assert await call(os.getenv, "POCKET_AREAL_SERVER_KEY") is None
+            assert await call(os.getenv, "MY_TOOLS_KEY") == "the agent's"
         with pytest.raises(RuntimeError, match="AttributeError"):
-            await worker.call(mode_agents.Bomb, str(tmp_path / "ran"))
+            async with pool.worker() as call:
+                await call(mode_agents.Bomb, str(tmp_path / "ran"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -295,10 +298,10 @@ def test_a_loop_that_ends_takes_its_workers_along() -> None:
     """Even if nobody closes their pool."""
     script = (
         "import asyncio, os\n"
-        "from rollout import workers\n"
+        "from rollout import reward\n"
         "async def main():\n"
-        "    async with (await workers.pools(1).get()).worker() as worker:\n"
-        "        return await worker.call(os.getpid)\n"
+        "    async with (await reward.pools(1).get()).worker() as call:\n"
+        "        return await call(os.getpid)\n"
         "print(asyncio.run(main()), asyncio.run(main()))\n"
     )
     command = [sys.executable, "-c", script]

@@ -212,15 +212,3 @@ def test_the_check_names_what_is_wrong(message: str) -> None:
     """It says which key, and what is needed."""
     with pytest.raises(ValueError, match=message):
         check_trajectory_format(BAD[message])
-
-
-def test_episodes_of_one_workflow_have_the_same_keys() -> None:
-    """The error names those that differ."""
-    keys = frozenset(documented())
-    check_trajectory_format(documented(), keys)
-    fewer = documented()
-    del fewer["versions"]
-    with pytest.raises(ValueError, match=r"only some .* have \['versions'\]"):
-        check_trajectory_format(fewer, keys)
-    with pytest.raises(ValueError, match=r"only some .* have \['hint'\]"):
-        check_trajectory_format(documented() | {"hint": torch.zeros(1)}, keys)

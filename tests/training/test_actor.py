@@ -37,6 +37,7 @@ from ppo import describe_mode, ppo_actor_loss_fn
 from run.config import OptimizerConfig, PPOActorConfig
 from training.actor import FSDPEngine, FSDPPPOActor, lr_factor
 from training.layout import cut_rows, pick_layout, row_lengths, split_minibatches, take
+from training.tree_attention import cut_trees
 
 make_actor = trainers.make_actor
 LAYOUTS = ("padded", "packed", "tree")
@@ -150,13 +151,13 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
     batch = dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), real.int())
     batch["row"] = torch.arange(len(lengths))
     predicted = real & (torch.arange(max(lengths)) > 0)
-    for is_packed in (True, False):
+    for cut in (cut_rows, partial(cut_trees, shares=False)):
         times = torch.zeros(real.shape)
         for part in minibatches:
-            for piece in cut_rows(take(batch, part), mb_tokens, is_packed):
+            for piece in cut(take(batch, part), mb_tokens):
                 times[piece.tokens["row"], piece.tokens["column"]] += 1
-                rows = len(piece.inputs.get("bounds", piece.inputs["input_ids"]))
-                assert piece.inputs["input_ids"].numel() <= mb_tokens or rows == 1 + is_packed
+                rows = len(piece.inputs.get("bounds", [*piece.inputs["input_ids"], 0])) - 1
+                assert piece.inputs["input_ids"].numel() <= mb_tokens or rows == 1
         assert torch.equal(times, predicted.float())
 
 
@@ -164,7 +165,7 @@ def test_cutting_is_the_same_every_time():
     """Rows of equal length keep their order, so a repeated run makes the same mini-batches."""
     assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     batch = make_batch((4, 9, 4, 8)) | {"row": torch.arange(4)}
-    rows = [piece.tokens["row"].unique() for piece in cut_rows(batch, 18, is_packed=False)]
+    rows = [piece.tokens["row"].unique() for piece in cut_rows(batch, 18)]
     assert [found.tolist() for found in rows] == [[1, 3], [0, 2]]
 
 
@@ -172,16 +173,15 @@ def test_cutting_is_the_same_every_time():
 
 
 WAYS: list[dict[str, Any]] = [{"layout": name} for name in LAYOUTS]
-WAYS += [{"gradient_checkpointing": True}, {"offload": True}, {"mb_tokens": 1}]
+WAYS += [{"gradient_checkpointing": True}, {"mb_tokens": 1}]
 
 
 @pytest.mark.parametrize("changes", WAYS, ids=str)
-def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
-    """The gradients of the pieces add up to that of the whole batch. A single rank uses FSDP, for
-    both layers and the rest, only if it must."""
+def test_the_gradient_is_the_plain_models(make_actor, plain, changes):
+    """The gradients of the pieces add up to that of the whole batch. A single rank in float32 does
+    without FSDP."""
     actor = make_actor(**{"mb_tokens": 40, "behave_imp_weight_cap": 1.5} | changes)
-    sharded = sum(isinstance(module, FSDPModule) for module in actor.model.modules())
-    assert sharded == (3 if "offload" in changes else 0)
+    assert not any(isinstance(module, FSDPModule) for module in actor.model.modules())
     batch = prepare(actor, make_batch())
     stats = actor.ppo_update(batch)
 
@@ -282,7 +282,7 @@ def test_half_precision_trains_float32_weights(make_actor):
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in half.model.parameters()} == {torch.float32}
     assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
-    assert isinstance(half.model, FSDPModule)
+    assert sum(isinstance(module, FSDPModule) for module in half.model.modules()) == 3
 
 
 # ---- pi_prox

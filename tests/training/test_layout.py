@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainers import DEVICE, gradients, make_batch, prepare
 
 from training import layout
-from training.layout import attend_apart, cut_rows
+from training.layout import attend_apart
+from training.tree_attention import cut_trees
 
 make_actor = trainers.make_actor
 
@@ -42,7 +43,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scaling: float) 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_one_kernel_computes_what_the_rows_alone_give(calls: list[int], groups: int) -> None:
     """Output and gradients, also where heads share keys."""
-    [piece] = cut_rows(make_batch((3, 1, 7)) | {"row": torch.arange(3)}, 100, is_packed=True)
+    [piece] = cut_trees(make_batch((3, 1, 7)) | {"row": torch.arange(3)}, 100, shares=False)
     g = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 11, heads, 16, generator=g) for heads in (4, groups, groups)]
     results = []

@@ -64,6 +64,11 @@ def build_trees(rows: Rows, max_tokens: int) -> list[PackedTree]:
     return module.build_trees(padded, max_tokens)
 
 
+def size(tree: PackedTree) -> int:
+    """Its number of tokens."""
+    return tree.inputs["input_ids"].numel()
+
+
 def paths_of(tree: PackedTree, rows: Rows) -> list[tuple[int, Tensor]]:
     """Each row of a tree, and where its tokens are."""
     return [(row, path[: len(rows[row])]) for row, path in zip(tree.rows, tree.states, strict=True)]
@@ -84,8 +89,9 @@ def separate_logp(model: Any, rows: Rows) -> list[Tensor]:
 
 def dense_mask(tree: PackedTree) -> Tensor:
     """mask[q, k] is True if q attends to k, (N, N)."""
-    k = torch.arange(len(tree.subtree_end))
-    return (k <= k[:, None]) & (k[:, None] < tree.subtree_end)
+    end = tree.inputs["subtree_end"]
+    k = torch.arange(len(end))
+    return (k <= k[:, None]) & (k[:, None] < end)
 
 
 def test_a_gpu_gets_the_same_mask() -> None:
@@ -104,10 +110,9 @@ def tree_logp(model: Any, rows: Rows, max_tokens: int) -> list[Tensor]:
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     model.set_attn_implementation("tree")
     for tree in build_trees(rows, max_tokens):
-        ids, depths = (x.to(model.device) for x in (tree.input_ids, tree.position_ids))
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": depths}
-        inputs["subtree_end"] = tree.subtree_end.to(model.device)
-        logits = model(**inputs, use_cache=False).logits[0]
+        names = ("input_ids", "position_ids", "subtree_end")
+        inputs = {name: tree.inputs[name].to(model.device) for name in names}
+        ids, logits = inputs["input_ids"], model(**inputs, use_cache=False).logits[0]
         for row, path in paths_of(tree, rows):
             found[row] = logp_of(logits[path[:-1]], ids[0, path[1:]])
     model.set_attn_implementation("sdpa")
@@ -147,15 +152,15 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed, n, max_tokens, rng) -> N
     for tree in trees:
         prefixes, sees = set(), torch.zeros_like(dense_mask(tree))
         for row, path in paths_of(tree, rows):
-            assert tree.input_ids[0, path].tolist() == rows[row]
-            assert tree.position_ids[0, path].tolist() == list(range(len(rows[row])))
+            assert tree.inputs["input_ids"][0, path].tolist() == rows[row]
+            assert tree.inputs["position_ids"][0, path].tolist() == list(range(len(rows[row])))
             prefixes |= {tuple(rows[row][: i + 1]) for i in range(len(rows[row]))}
             for i, q in enumerate(path):
                 sees[q, path[: i + 1]] = True
-        assert len(tree.subtree_end) == len(prefixes) <= max_tokens
+        assert size(tree) == len(prefixes) <= max_tokens
         assert torch.equal(dense_mask(tree), sees)
     again = build_trees(rng.sample(rows, n), max_tokens)
-    contents = [[tree.input_ids[0].tolist() for tree in made] for made in (trees, again)]
+    contents = [[tree.inputs["input_ids"][0].tolist() for tree in made] for made in (trees, again)]
     assert contents[0] == contents[1]
 
 
@@ -168,21 +173,21 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
     if seed:
         rng.shuffle(rows)
     trees = build_trees(rows, 512)
-    assert max(len(tree.subtree_end) for tree in trees) <= 512
-    assert sum(len(tree.subtree_end) for tree in trees) <= 3200
+    assert max(size(tree) for tree in trees) <= 512
+    assert sum(size(tree) for tree in trees) <= 3200
 
 
 def test_a_conversation_of_1500_turns_with_a_branch_each() -> None:
     """Deep trees need no recursion."""
     trunk = [i % 1000 for i in range(1500)]
     [tree] = build_trees([[*trunk[: i + 1], 1000] for i in range(1500)], 3_000)
-    assert len(tree.subtree_end) == 3_000
+    assert size(tree) == 3_000
 
 
 def test_small_things_share_a_tree() -> None:
     """Rows without a common prefix fill a tree up, too."""
     rows = [[i] * 30 for i in range(10)]
-    assert sorted(len(tree.subtree_end) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
+    assert sorted(size(tree) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
 
 
 def test_a_row_that_is_too_long_is_a_tree_of_its_own() -> None:
@@ -206,7 +211,7 @@ def test_conversations_train_as_their_rows_do(model: Any, style: str) -> None:
     """They share prompts and turns, so trees have less than 0.6 of their tokens."""
     rows = make_conversations(style)
     trees = build_trees(rows, 1024)
-    assert sum(len(tree.subtree_end) for tree in trees) < 0.6 * sum(map(len, rows))
+    assert sum(size(tree) for tree in trees) < 0.6 * sum(map(len, rows))
     assert_same_lesson(model, tree_logp(model, rows, 1024), separate_logp(model, rows))
 
 
@@ -214,7 +219,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
     """A block of queries skips keys that none of them sees."""
     rows = make_rows(3, 10, longest=3 * BLOCK)
     [tree] = build_trees(rows, 8192)
-    assert len(tree.subtree_end) > 4 * BLOCK
+    assert size(tree) > 4 * BLOCK
     assert_same_lesson(model, tree_logp(model, rows, 8192), separate_logp(model, rows))
 
 
@@ -222,7 +227,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
     """Also where several heads share keys."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
-    N, g = len(tree.subtree_end), torch.Generator().manual_seed(0)
+    N, g = size(tree), torch.Generator().manual_seed(0)
     made = [torch.randn(1, n, N, 16, generator=g, dtype=torch.float64) for n in (heads, 2, 2)]
     results = []
     for dense in (False, True):
@@ -232,7 +237,9 @@ def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
             out = F.scaled_dot_product_attention(*leaves, **how).transpose(1, 2)
         else:
             q, k, v = leaves
-            out, _ = tree_attention(None, q, k, v, None, 0.3, subtree_end=tree.subtree_end)
+            out, _ = tree_attention(
+                None, q, k, v, None, 0.3, subtree_end=tree.inputs["subtree_end"]
+            )
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     for ours, exact in zip(*results, strict=True):
