@@ -265,7 +265,7 @@ class DispatchMachine:
         first = next(i for i in count() if i not in saved["closed"])
         beyond = tuple(i - first for i in saved["closed"] if i > first)
         numbers = tuple(i - cursor._next_id for i in world.state.order)
-        ahead = tuple(i - cursor._next_id for i in sorted(cursor._closed) if i > cursor._next_id)
+        ahead = tuple(i - cursor._next_id for i in sorted(cursor._closed) if i >= cursor._next_id)
         return now, spent, version, beyond, numbers, ahead
 
     def check(self, world: World) -> None:
