@@ -19,6 +19,7 @@ numbers. In packed rows and trees this function is all that separates rows, so m
 windows, convolutions or recurrent states are padded.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
@@ -36,11 +37,7 @@ Batch = dict[str, Tensor]
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # Keys of transformers' configurations that cap, scale or shift logits, or attention.
-UNUSUAL = (
-    *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_scaling"),
-    *("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier"),
-    "attn_logit_softcapping",
-)
+UNUSUAL = re.compile("logit|^(lm_head|output)_multiplier$")
 
 
 class Piece(NamedTuple):
@@ -115,7 +112,8 @@ def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     shape, head = model.config.get_text_config(), model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
-    refused = [key for key in UNUSUAL if getattr(shape, key, None) not in (None, 1)]
+    keys = filter(UNUSUAL.search, shape.to_dict())
+    refused = [key for key in keys if getattr(shape, key) not in (None, False, 1)]
     refused += ["a bias of the logits"] * (getattr(head, "bias", None) is not None)
     refused += beyond if actor.enable_tree_training else ()
     if refused:

@@ -26,9 +26,10 @@ CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}  # most logits in a chunk
 # Shapes: N tokens, hidden size D, vocabulary V, and c tokens in a chunk.
 
 
-def chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
-    return (slice(start, start + size) for start in range(0, len(hidden), size))
+def chunks(weight: Tensor, *things: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut things (N, ...) so that each piece has at most CHUNK_ELEMENTS logits."""
+    size = max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
+    return zip(*(x.split(size) for x in things))
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -47,30 +48,26 @@ def chunk_results(logits: Tensor, ids: Tensor, tau: Tensor) -> tuple[Tensor, Ten
 
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, tau: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        logp, entropy = torch.empty_like(tau), torch.empty_like(tau)  # (N,), (N,)
-        for c in chunks(hidden, weight):
-            logp[c], entropy[c] = chunk_results(chunk_logits(hidden[c], weight), ids[c], tau[c])
-        ctx.save_for_backward(hidden, weight, ids, tau)
-        return logp, entropy
+    def forward(ctx: Any, weight: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(weight, *tokens)
+        cut = chunks(weight, *tokens)
+        results = [chunk_results(chunk_logits(h, weight), ids, tau) for h, ids, tau in cut]
+        return tuple(map(torch.cat, zip(*results)))  # (N,), (N,)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, ids, tau = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)  # (N, D)
+        weight, *tokens = ctx.saved_tensors
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D)
-        for c in chunks(hidden, weight):
-            logits = chunk_logits(hidden[c], weight).requires_grad_()  # (c, V)
+        grad_hidden = []
+        for h, ids, tau, *grads in chunks(weight, *tokens, *gradients):
+            logits = chunk_logits(h, weight).requires_grad_()  # (c, V)
             with torch.enable_grad():
-                results = chunk_results(logits, ids[c], tau[c])
-            [grad] = torch.autograd.grad(results, logits, [g[c] for g in gradients])  # (c, V)
-            grad = grad.to(weight.dtype)
-            grad_hidden[c] = grad @ weight  # (c, V) @ (V, D)
-            grad_weight += grad.t() @ hidden[c]  # (V, c) @ (c, D)
+                results = chunk_results(logits, ids, tau)
+            grad = torch.autograd.grad(results, logits, grads)[0].to(weight.dtype)  # (c, V)
+            grad_hidden.append(grad @ weight)  # (c, V) @ (V, D)
+            grad_weight += grad.t() @ h  # (V, c) @ (c, D)
             del logits, results, grad  # before the next chunk needs memory
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_weight.to(weight.dtype), torch.cat(grad_hidden), None, None
 
 
 def token_logprobs(
@@ -82,7 +79,7 @@ def token_logprobs(
     `temperatures` (N,) are those of the sampling; 0, greedy, counts as 1.
     """
     tau = torch.where(temperatures > 0, temperatures, 1.0)  # (N,)
-    return TokenLogprobs.apply(hidden, weight, ids, tau)
+    return TokenLogprobs.apply(weight, hidden, ids, tau)
 
 
 def add_read_hidden(model: Any) -> None:
