@@ -191,20 +191,18 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             return error
 
 
-async def keep_open() -> None:
-    """An agent that closes its SDK client would close the HTTP client of all agents."""
+class AgentsClient(openai.DefaultAioHttpClient):
+    """The HTTP client of all agents of an event loop, which none of them can close."""
 
+    def __init__(self) -> None:
+        super().__init__(timeout=None, trust_env=False, **many_connections(sdk_http))
 
-def make_agents_client() -> Any:
-    options = many_connections(sdk_http)
-    client = openai.DefaultAioHttpClient(timeout=None, trust_env=False, **options)
-    client.aclose = keep_open  # type: ignore[method-assign]
-    return client
+    async def aclose(self) -> None: ...
 
 
 # What the episodes of one event loop share.
 _rl_transport = PerLoop(make_transport)
-_agents_client = PerLoop(make_agents_client, openai.DefaultAioHttpClient.aclose)
+_agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
 
 @dataclass(eq=False)
@@ -218,7 +216,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     subproc_max_workers: int = 4
     discount: float = 1.0  # gamma in R = r + gamma * mean R(children)
     export_style: str = "individual"  # a row per turn; concat: a row per leaf
-    episode_timeout: float = 3600.0  # seconds
+    episode_timeout_seconds: float = 3600.0
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 
     def __post_init__(self) -> None:
@@ -241,10 +239,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         url = urls[((context.task_id or 0) + context.sample_idx) % len(urls)]
         where = await _rl_transport.get(), url, self.admin_key, context.name
         whose = f"agent {type(self.agent).__name__} in task {context.name}"
-        limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
+        seconds = self.episode_timeout_seconds
+        words = f"{whose} took longer than {seconds:g} s (rollout.openai.episode_timeout_seconds)"
         async with OpenAIProxyClient(*where, grant=True, sampling=self.sampling) as client:
             work = run(base_url=client.session_url, api_key=client.api_key)
-            rewards = await within(self.episode_timeout, work, f"{whose} took longer than {limit}")
+            rewards = await within(seconds, work, words)
             options = {"discount": self.discount, "style": self.export_style}
             interactions = await client.finish(rewards, **options)
         # Side conversations have no reward. They come first: the last row has the episode's.

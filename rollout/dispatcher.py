@@ -27,7 +27,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextvars import Context
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -58,8 +57,8 @@ class DispatchState:
     # ---- questions
 
     def may_start(self) -> int:
-        """How many tasks may start now."""
-        return 0 if self.paused else max(0, self.manager.get_capacity())
+        """How many tasks may start now; none if it is 0 or less."""
+        return 0 if self.paused else self.manager.get_capacity()
 
     def in_flight(self) -> set[int]:
         """The tasks that a later step may consume."""
@@ -297,8 +296,7 @@ class BatchTaskDispatcher:
 
     def _produce(self) -> None:
         for task in self.state.start():
-            # Its context is empty, not that of whoever opened the gate.
-            running = asyncio.create_task(self._run(task), context=Context())
+            running = asyncio.create_task(self._run(task))
             self._running.add(running)
             running.add_done_callback(self._running.discard)
 

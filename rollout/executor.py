@@ -187,16 +187,9 @@ class WorkflowExecutor:
         group_size: int | None,
         sampling: dict[str, Any] | None = None,
     ) -> tuple[workflows.RolloutWorkflow, Any]:
-        openai = self.config.openai
-        proxy = self.proxy and {
-            **self.proxy._asdict(),
-            "mode": openai.mode,
-            "subproc_max_workers": openai.subproc_max_workers,
-            "discount": openai.turn_discount,
-            "export_style": openai.export_style,
-            "episode_timeout": openai.episode_timeout_seconds,
-            "sampling": sampling or {},
-        }
+        keys = self.config.openai.model_dump(exclude={"turn_discount", "tool_call_parser"})
+        keys |= {"discount": self.config.openai.turn_discount, "sampling": sampling or {}}
+        proxy = self.proxy and self.proxy._asdict() | keys
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
         one = workflows.resolve_workflow(workflow, kwargs, proxy=proxy, defaults=defaults)
         size = group_size or self.gconfig.n_samples

@@ -151,10 +151,9 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[
     """One record a row (AReaL's Rollout Workflow, "Trajectory Dumping"). The completion begins with
     the first generated token, and contains what stands between the turns."""
     for i, sampled in enumerate(generated(traj)):
-        row = {key: traj[key][i] for key in ("input_ids", "versions", "rewards")}
-        real = traj["attention_mask"][i]
-        ids, own = row["input_ids"][real].tolist(), sampled[real].tolist()
-        prompt_len = [*own, True].index(True)
+        row = {key: x[i] for key, x in traj.items()}
+        ids = row["input_ids"][row["attention_mask"]].tolist()
+        prompt_len = min(sampled.nonzero().flatten().tolist(), default=len(ids))
         oldest, newest = version_span(row, sampled)
         yield {
             "task_id": task_id,

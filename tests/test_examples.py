@@ -151,7 +151,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 ) -> None:
     """Vercel's AI SDK and AutoGen (with reflection) omit the tools when they ask for the last
     answer."""
-    style = {"export_style": "individual", "episode_timeout": 300}
+    style = {"export_style": "individual", "episode_timeout_seconds": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}
     titles = [turn for turn in rows if rows[turn]["side_conversations"]]

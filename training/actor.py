@@ -141,11 +141,9 @@ class FSDPEngine:
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """This rank's pieces of `rows`. With FSDP all ranks make the same number of passes, so a
         rank may make extra ones, in which no token is trained."""
-        batch = batch | {"row": torch.arange(len(batch["input_ids"]))}
-        lengths = row_lengths(batch)
-        shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
-        parts = [take(batch, [rows[i] for i in share]) for share in shares]
-        cuts = [list(self.cut(part, self.config.mb_tokens)) for part in parts]
+        part = take(batch | {"row": torch.arange(len(batch["input_ids"]))}, rows)
+        shares = split_minibatches(row_lengths(part), dist.get_world_size())
+        cuts = [list(self.cut(take(part, share), self.config.mb_tokens)) for share in shares]
         own = cuts[self.rank] if self.rank < len(cuts) else []
         first = cuts[0][0]
         extra = Piece(first.inputs, {key: x[:0] for key, x in first.tokens.items()})
@@ -154,8 +152,8 @@ class FSDPEngine:
 
     def move(self, things: dict[str, Any]) -> dict[str, Any]:
         """The same, with the tensors on the model's device."""
-        on_device = {k: x.to(self.device) for k, x in things.items() if isinstance(x, Tensor)}
-        return things | on_device
+        tensors = {key: x for key, x in things.items() if isinstance(x, Tensor)}
+        return things | {key: x.to(self.device) for key, x in tensors.items()}
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write a Hugging Face folder. All ranks call this."""

@@ -20,7 +20,7 @@ windows, convolutions or recurrent states are padded.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -76,32 +76,15 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]
 
 
-def fill_pieces(
-    rows: Sequence[int], cost: Callable[[int, list[int]], int], most: int
-) -> list[list[int]]:
-    """Cut rows, in their order, into pieces that cost at most `most` tokens; cost(row, piece) is
-    what a row adds to a piece. A row that is too long is a piece of its own."""
-    pieces: list[list[int]] = []
-    room = 0  # what the last piece still takes
-    for row in rows:
-        if not pieces or cost(row, pieces[-1]) > room:
-            pieces.append([])
-            room = most
-        room -= cost(row, pieces[-1])
-        pieces[-1].append(row)
-    return pieces
-
-
 def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
-    """Padded pieces. A row costs as much as the first of its piece, which is the longest."""
+    """Padded pieces of at most `mb_tokens` tokens. A row that is too long is a piece of its own."""
     lengths = row_lengths(batch)
-    [longest_first] = split_minibatches(lengths, 1)
-
-    def cost(row: int, part: list[int]) -> int:
-        return lengths[[*part, row][0]]
-
-    for part in fill_pieces(longest_first, cost, mb_tokens):
-        ids = batch["input_ids"][part, : lengths[part[0]]].long()  # (b, t)
+    [rows] = split_minibatches(lengths, 1)  # the longest first
+    while rows:
+        t = lengths[rows[0]]
+        n = max(1, mb_tokens // t)
+        part, rows = rows[:n], rows[n:]
+        ids = batch["input_ids"][part, :t].long()  # (b, t)
         states = torch.arange(ids.numel()).view(ids.shape)  # (b, t)
         yield make_piece(take(batch, part), states, {"input_ids": ids})
 

@@ -34,7 +34,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from training.layout import Batch, Piece, fill_pieces, make_piece, take
+from training.layout import Batch, Piece, make_piece, take
 
 BLOCK = 128  # queries that attend together
 
@@ -58,17 +58,17 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
     same = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & shares  # (B - 1, T)
     shared = F.pad(same.int().cumprod(1).sum(1), (1, 0))  # (B,) with the row before
 
-    whole = (ids >= 0).sum(1)  # (B,)
-    fresh = whole - shared  # (B,)
-
-    def cost(row: int, part: list[int]) -> int:
-        return int((fresh if part else whole)[row])
-
-    trees = []
-    for part in fill_pieces(range(len(ids)), cost, max_tokens):
-        shared[part[0]] = 0
-        trees.append(lay_out([order[row] for row in part], ids[part], shared[part]))
-    return trees
+    lengths = (ids >= 0).sum(1).tolist()
+    parts: list[list[int]] = []
+    room = -1  # what the last tree still takes
+    for row, prefix in enumerate(shared.tolist()):
+        if lengths[row] - prefix > room:
+            prefix, room = 0, max_tokens
+            parts.append([])
+        shared[row] = prefix
+        room -= lengths[row] - prefix
+        parts[-1].append(row)
+    return [lay_out([order[row] for row in p], ids[p], shared[p]) for p in parts]
 
 
 def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -389,23 +388,6 @@ def test_whatever_an_episode_raises_is_its_own_failure(make_stage, error):
     assert stage.manager.get_stats() == RolloutStat(running=1, rejected=1, failed=1)
     stage.finish(1)
     assert stage.take(1) == [1]
-
-
-def test_an_episode_starts_in_a_fresh_context(make_stage):
-    """It does not inherit the context variables of the episode that opened the gate."""
-    variable: ContextVar[str] = ContextVar("variable", default="clean")
-    seen: list[str] = []
-
-    async def episode(task: Prompt) -> Group:
-        seen.append(variable.get())
-        variable.set("dirty")
-        return Group(task.task_id, 0)
-
-    stage = make_stage(eta=5, concurrent=1)
-    stage.dispatcher.task_factory = episode
-    stage.submit(0, 1, 2)
-    assert stage.take(3) == [0, 1, 2]
-    assert seen == ["clean"] * 3
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
