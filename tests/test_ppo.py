@@ -134,18 +134,6 @@ def test_what_is_under_the_mask_cannot_leak(poison):
         assert all(map(torch.equal, run(*clean), run(*tensors)))
 
 
-def test_a_dropped_token_leaves_the_sum_but_not_the_count():
-    """If one of two tokens is dropped, the sum is still divided by two; at the cap it stays."""
-    zero, one = torch.zeros(2), torch.ones(2)
-    theta, behav = zero.clone().requires_grad_(), torch.tensor([0.0, -100.0])
-    loss, stats = ppo_actor_loss_fn(theta, zero, behav, one, one, behave_imp_weight_cap=1.0)
-    loss.backward()
-    assert loss.item() == -0.5
-    assert theta.grad is not None
-    assert theta.grad.tolist() == [-0.5, 0.0]
-    assert stats["dropped_share"].item() == 0.5
-
-
 def test_a_clip_of_0_bounds_the_ratio_at_1():
     """0 is a bound, and not the default of eps_clip_higher."""
     theta, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)

@@ -77,16 +77,6 @@ def test_icepop_bounds_the_weight_on_both_sides(clamp, cap):
     assert stats["dropped_share"].item() == pytest.approx((61 - hits["inside"]) / 61)
 
 
-def test_the_product_of_a_long_row_meets_the_cap_and_the_geometric_mean_does_not():
-    """1.05 ** 100 = 131, but the geometric mean of 100 weights of 1.05 is 1.05."""
-    log_w, on = torch.full((1, 100), math.log(1.05)), torch.ones(1, 100)
-    zero, shares = torch.zeros(1, 100), []
-    for loss_fn in (ppo_actor_loss_fn, partial(row_weight, how="sum"), row_weight):
-        _, stats = loss_fn(zero, log_w, zero, on, on, behave_imp_weight_cap=5.0)
-        shares.append(stats["dropped_share"].item())
-    assert shares == [0, 1, 0]
-
-
 TESTS: dict[str, Any] = {"geometric_mean": 1.2, "k2": 0.7, "veto": 0.35}
 
 

@@ -170,25 +170,6 @@ def test_pause_starts_nothing_and_resume_goes_on(make_stage):
     assert stage.started(1) == [1]
 
 
-def test_every_event_is_traced(make_stage):
-    """The life of a task is a row of events."""
-    stage = make_stage(eta=5)
-    stage.submit(0)
-    stage.finish(0)
-    stage.take(1)
-    stage.submit(1, 2)
-    stage.reject(1)
-    assert stage.wait_for(1) is None
-    stage.crash(2, ValueError("no"))
-    assert stage.wait_for(2) is None
-    assert [[event for event, i in stage.events if i == task] for task in range(3)] == [
-        ["submit", "start", "finish", "accept", "consume"],
-        ["submit", "start", "finish", "reject"],
-        ["submit", "start", "finish", "fail", "reject"],
-    ]
-    assert stage.manager.get_stats() == RolloutStat(accepted=1, rejected=2, failed=1)
-
-
 # ---- rejected, replaced and dropped groups
 
 
@@ -233,25 +214,16 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
         stage.submit(99)
 
 
-def test_nothing_but_rejections_ends_the_run(make_stage):
-    """The run also stops if as many groups are rejected and none was ever accepted."""
-    stage = make_stage(eta=100, concurrent=1, max_failures=3)
-    for task_id in range(3):
-        stage.reject(task_id)
-    with pytest.raises(RuntimeError, match=r"3 groups were rejected and none.*should_accept_fn"):
-        stage.dispatcher.active_submit_and_wait(prompts(), 2)
-
-
 @pytest.mark.parametrize(("batch", "limit"), [(1, 8), (32, 64)])
-def test_how_many_failures_are_a_bug(make_stage, batch, limit):
-    """max(8, 2 B) of them."""
+def test_nothing_but_rejections_is_a_bug(make_stage, batch, limit):
+    """max(8, 2 B) of them, if no group was ever accepted. So many failures are one, too."""
     state = make_stage(batch=batch, eta=10**6).state
     for task_id in range(limit):
         state.enqueue(Prompt(task_id))
         state.start()
         if task_id < limit - 1:
             state.finish(task_id, None)
-    with pytest.raises(RuntimeError, match=f"{limit} groups were rejected"):
+    with pytest.raises(RuntimeError, match=f"{limit} groups were .*should_accept_fn"):
         state.finish(limit - 1, None)
 
 
@@ -336,6 +308,7 @@ def test_fail_ends_a_wait_even_if_an_episode_blocks_the_loop(make_stage, backgro
     blocked, release = threading.Event(), threading.Event()
 
     async def blocks(task: Prompt) -> None:
+        await asyncio.sleep(0)  # so that `submit` returns
         blocked.set()
         release.wait(DEADLINE)
 

@@ -4,23 +4,18 @@ no sample lost or repeated by a restart, and the rewards that agents may return.
 import asyncio
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from openai import AsyncOpenAI, DefaultAioHttpClient
 from scripted import Echo, ScriptedEngine, loader
 
-from calls.client import ProxyAddress
-from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters
 from rollout.executor import WorkflowExecutor
-from run.config import OpenAIConfig, RolloutConfig
+from run.config import RolloutConfig
 from staleness import RolloutStat, StalenessManager
 from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context
 
@@ -324,140 +319,3 @@ def test_every_group_is_dumped(make: Make, tiny_tokenizer: Any, tmp_path: Path) 
     assert [(x["sample_idx"], x["head_version"], x["completion"]) for x in lines] == [
         (i, 5 + i, "vier<|im_end|>") for i in range(2)
     ]
-
-
-# ---------------------------------------------------------------- agents at a real proxy
-
-
-class Talks:
-    """Calls the model `turns` times in one conversation, and returns `result(ids)`."""
-
-    def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
-        self.result, self.turns = result, turns
-
-    async def run(self, data: dict, **client: Any) -> Any:
-        messages, ids = list(data["messages"]), []
-        completions = AsyncOpenAI(**client, max_retries=0).chat.completions
-        for _ in range(self.turns):
-            reply = await completions.create(model="m", messages=messages, max_tokens=4)
-            ids.append(reply.id)
-            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-            messages.append({"role": "user", "content": "go on"})
-        return self.result(ids)
-
-
-QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
-FAILED = (None, RolloutStat(rejected=1, failed=1))
-RunAgent = Callable[..., Any]
-
-
-@pytest.fixture
-def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[RunAgent]:
-    """run_agent(agent, **openai) runs one group, and returns it with the executor's counts."""
-    engine = RemoteInfEngine([tiny_server])
-    engine.initialize()
-
-    def run(agent: Any, group_size: int = 1, **openai: Any) -> Any:
-        executor = make(engine, {"openai": OpenAIConfig(**openai)}, proxy=proxy)
-        task_id = executor.submit(QUESTION, agent, group_size=group_size)
-        result = executor.wait_for_task(task_id, timeout=60), executor.stats
-        executor.dispatcher.destroy()
-        return result
-
-    yield run
-    engine.destroy()
-
-
-def test_an_agent_may_return_a_number(run_agent: RunAgent) -> None:
-    """It is the last completion's reward; the one before has turn_discount times as much."""
-    group, _ = run_agent(
-        Talks(lambda ids: np.float32(1)), turn_discount=0.5, export_style="individual"
-    )
-    assert group["rewards"].tolist() == [0.5, 1.0]
-
-
-def test_an_agent_may_close_its_client(run_agent: RunAgent) -> None:
-    """All agents share one HTTP client of the SDK's own class, which ends with the executor."""
-    clients = []
-
-    class Closes(Talks):
-        async def run(self, data: dict, **client: Any) -> Any:
-            clients.append(client["http_client"])
-            reward = await super().run(data, **client)
-            await AsyncOpenAI(**client).close()
-            return reward
-
-    group, stats = run_agent(Closes(lambda ids: 1.0), group_size=3)
-    assert group["rewards"].tolist() == [1.0, 1.0, 1.0]
-    assert stats.failed_members == 0
-    assert len({*map(id, clients)}) == 1
-    assert isinstance(clients[0], DefaultAioHttpClient)
-    assert clients[0].is_closed
-
-
-def test_a_conversation_is_one_row_in_style_concat(run_agent: RunAgent) -> None:
-    """The tokens of each turn have the turn's own discounted reward."""
-    group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
-    assert group["rewards"].tolist() == [1.0]
-    rewards = [set(group["turn_rewards"][group["turn_ids"] == k].tolist()) for k in (0, 1)]
-    assert rewards == [{0.5}, {1.0}]
-
-
-def test_a_dict_rewards_the_completions_it_names(run_agent: RunAgent) -> None:
-    """An id that nobody knows fails the episode."""
-    agent = Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)})
-    group, _ = run_agent(agent, export_style="individual")
-    assert group["rewards"].tolist() == [4.0, 1.0]
-    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == FAILED
-
-
-def test_none_means_what_the_agent_set_itself(run_agent: RunAgent) -> None:
-    """Nothing: the episode is rejected. A reward of 0: it is accepted."""
-    assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
-
-    class SetsItself(Talks):
-        async def run(self, data: dict, **client: Any) -> None:
-            await super().run(data, **client)
-            url = client["base_url"].removesuffix("/v1") + "/rl/set_reward"
-            answer = await client["http_client"].post(url, json={"reward": 0.0})
-            assert answer.status_code == 200
-
-    group, stats = run_agent(SetsItself(lambda ids: None))
-    assert group["rewards"].tolist() == [0.0]
-    assert stats == RolloutStat(withdrawn=1)
-
-
-@pytest.mark.parametrize(
-    ("agent", "said"),
-    [
-        (Talks(lambda ids: "1.0"), "is needed, not '1.0'"),
-        (Talks(lambda ids: float("nan")), "is needed, not nan"),
-        (Talks(lambda ids: 1.0, turns=0), "rollout task 0 failed"),
-        (Talks(lambda ids: 1 / 0), "ZeroDivisionError"),
-    ],
-)
-def test_what_is_no_reward_fails_the_episode_and_is_named(
-    run_agent: RunAgent, caplog: pytest.LogCaptureFixture, agent: Any, said: str
-) -> None:
-    """The log says why."""
-    assert run_agent(agent) == FAILED
-    assert said in caplog.text
-
-
-def test_an_episode_that_takes_too_long_is_cancelled(
-    run_agent: RunAgent, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It counts as failed."""
-    cancelled = threading.Event()
-
-    class Hangs:
-        async def run(self, data: dict, **extra_kwargs: Any) -> float:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-            return 1.0
-
-    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == FAILED
-    assert cancelled.is_set()
-    assert "took longer than 0.2 s (rollout.openai.episode_timeout_seconds)" in caplog.text

@@ -1,24 +1,27 @@
-"""An agent's episode has the same result inline and in a process, and leaves no process behind."""
+"""An agent's episode: what it may return, with the same result inline and in a process, which it
+leaves behind only for the next one."""
 
 import asyncio
 import json
 import os
 import pickle
 import re
-import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import mode_agents
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from openai import AsyncOpenAI, DefaultAioHttpClient
 from runs import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
 from calls.client import ProxyAddress
@@ -38,6 +41,8 @@ from workflow import (
 pytestmark = pytest.mark.anyio
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 SUBPROC = ("rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2")
+ONE: dict[str, Any] = {"mode": "subproc", "subproc_max_workers": 1}
+FAILED = [None], RolloutStat(rejected=1, failed=1)
 Run = Callable[..., Any]
 
 
@@ -48,9 +53,8 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     engine.initialize()
 
     def run(agent: Any, *samples: dict, group_size: int = 1, **openai: Any) -> Any:
-        modes = OpenAIConfig(**{"mode": "subproc", "subproc_max_workers": 2, **openai})
-        gate = StalenessManager(engine, 9, 9, 0)
-        executor = WorkflowExecutor(engine, RolloutConfig(openai=modes), gate, proxy=proxy)
+        config = RolloutConfig(openai=OpenAIConfig(**openai))
+        executor = WorkflowExecutor(engine, config, StalenessManager(engine, 9, 9, 0), proxy=proxy)
         try:
             tasks = [
                 executor.submit(QUESTION | sample, agent, group_size=group_size)
@@ -62,6 +66,122 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
 
     yield run
     engine.destroy()
+
+
+# ---------------------------------------------------------------- what an agent returns
+
+
+class Asks:
+    """Calls the model `turns` times in one conversation, and returns `result(ids)`."""
+
+    def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
+        self.result, self.turns = result, turns
+
+    async def run(self, data: dict, **client: Any) -> Any:
+        messages, ids = list(data["messages"]), []
+        completions = AsyncOpenAI(**client, max_retries=0).chat.completions
+        for _ in range(self.turns):
+            reply = await completions.create(model="m", messages=messages, max_tokens=4)
+            ids.append(reply.id)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": "go on"})
+        return self.result(ids)
+
+
+def test_an_agent_may_return_a_number(run_agent: Run) -> None:
+    """It is the last completion's reward; the one before has turn_discount times as much."""
+    [group], _ = run_agent(
+        Asks(lambda ids: np.float32(1)), turn_discount=0.5, export_style="individual"
+    )
+    assert group["rewards"].tolist() == [0.5, 1.0]
+
+
+def test_an_agent_may_close_its_client(run_agent: Run) -> None:
+    """All agents share one HTTP client of the SDK's own class, which ends with the executor."""
+    clients = []
+
+    class Closes(Asks):
+        async def run(self, data: dict, **client: Any) -> Any:
+            clients.append(client["http_client"])
+            reward = await super().run(data, **client)
+            await AsyncOpenAI(**client).close()
+            return reward
+
+    [group], stats = run_agent(Closes(lambda ids: 1.0), group_size=3)
+    assert group["rewards"].tolist() == [1.0, 1.0, 1.0]
+    assert stats.failed_members == 0
+    assert len({*map(id, clients)}) == 1
+    assert isinstance(clients[0], DefaultAioHttpClient)
+    assert clients[0].is_closed
+
+
+def test_a_conversation_is_one_row_in_style_concat(run_agent: Run) -> None:
+    """The tokens of each turn have the turn's own discounted reward."""
+    [group], _ = run_agent(Asks(lambda ids: 1), turn_discount=0.5, export_style="concat")
+    assert group["rewards"].tolist() == [1.0]
+    rewards = [set(group["turn_rewards"][group["turn_ids"] == k].tolist()) for k in (0, 1)]
+    assert rewards == [{0.5}, {1.0}]
+
+
+def test_a_dict_rewards_the_completions_it_names(run_agent: Run) -> None:
+    """An id that nobody knows fails the episode."""
+    agent = Asks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)})
+    [group], _ = run_agent(agent, export_style="individual")
+    assert group["rewards"].tolist() == [4.0, 1.0]
+    assert run_agent(Asks(lambda ids: {"nobody": 1.0})) == FAILED
+
+
+def test_none_means_what_the_agent_set_itself(run_agent: Run) -> None:
+    """Nothing: the episode is rejected. A reward of 0: it is accepted."""
+    assert run_agent(Asks(lambda ids: None)) == ([None], RolloutStat(rejected=1))
+
+    class SetsItself(Asks):
+        async def run(self, data: dict, **client: Any) -> None:
+            await super().run(data, **client)
+            url = client["base_url"].removesuffix("/v1") + "/rl/set_reward"
+            answer = await client["http_client"].post(url, json={"reward": 0.0})
+            assert answer.status_code == 200
+
+    [group], stats = run_agent(SetsItself(lambda ids: None))
+    assert group["rewards"].tolist() == [0.0]
+    assert stats == RolloutStat(withdrawn=1)
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (Asks(lambda ids: "1.0"), "is needed, not '1.0'"),
+        (Asks(lambda ids: float("nan")), "is needed, not nan"),
+        (Asks(lambda ids: 1.0, turns=0), "rollout task 0 failed"),
+        (Asks(lambda ids: 1 / 0), "ZeroDivisionError"),
+        (Asks(lambda ids: sys.exit("enough")), "SystemExit('enough')"),
+    ],
+)
+def test_what_is_no_reward_fails_the_episode_and_is_named(
+    run_agent: Run, caplog: pytest.LogCaptureFixture, agent: Any, said: str
+) -> None:
+    """The log says why."""
+    assert run_agent(agent) == FAILED
+    assert said in caplog.text
+
+
+def test_an_episode_that_takes_too_long_is_cancelled(
+    run_agent: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts as failed."""
+    cancelled = threading.Event()
+
+    class Hangs:
+        async def run(self, data: dict, **extra_kwargs: Any) -> float:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            return 1.0
+
+    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == FAILED
+    assert cancelled.is_set()
+    assert "took longer than 0.2 s (rollout.openai.episode_timeout_seconds)" in caplog.text
 
 
 # ---------------------------------------------------------------- one episode in both modes
@@ -87,7 +207,7 @@ def test_clients_made_without_arguments_find_the_session(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "somebody's own")
-    groups, stats = run_agent(mode_agents.Reads, {}, {}, {}, subproc_max_workers=1)
+    groups, stats = run_agent(mode_agents.Reads, {}, {}, {}, **ONE)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 3
     assert stats == RolloutStat(withdrawn=3)
 
@@ -97,7 +217,7 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(
 ) -> None:
     """With one process, one session is open at a time."""
     samples = [{"proxy": proxy.proxy_addr}] * 4
-    groups, _ = run_agent(mode_agents.CountsSessions, *samples, subproc_max_workers=1)
+    groups, _ = run_agent(mode_agents.CountsSessions, *samples, **ONE)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4
 
 
@@ -123,61 +243,12 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
 ) -> None:
     """The log has the type and the text of its exception, or how its process ended."""
     samples: list[dict] = [{"then": then}, {}, {"then": then}, {}]
-    groups, stats = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1)
+    groups, stats = run_agent(mode_agents.Talks, *samples, **ONE)
     rewards = [None if group is None else group["rewards"].tolist() for group in groups]
     assert rewards == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
     assert "Event loop is closed" not in capfd.readouterr().err
-
-
-def test_an_agent_that_exits_inline_ends_no_other_episode(
-    run_agent: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    """sys.exit() is a failure like any other."""
-    groups, stats = run_agent(mode_agents.Talks, {"then": "exits"}, {}, mode="inline")
-    assert [group is None for group in groups] == [True, False]
-    assert (stats.failed, stats.rejected) == (1, 1)
-    assert "SystemExit('enough')" in caplog.text
-
-
-@pytest.fixture
-def fifo(tmp_path: Path) -> Iterator[TextIO]:
-    """The reading end of a named pipe, to which an agent writes."""
-    os.mkfifo(path := tmp_path / "fifo")
-    with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        os.set_blocking(file.fileno(), True)
-        yield file
-
-
-@pytest.fixture
-def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time limit of 200 s passes as soon as the agent has written to the pipe."""
-    timeout = asyncio.timeout
-
-    def until_pipe(seconds: float | None) -> asyncio.Timeout:
-        limit = timeout(seconds)
-        if seconds == 200:
-            loop = asyncio.get_running_loop()
-            written: Any = loop.run_in_executor(None, select.select, [fifo], [], [], seconds)
-            written.add_done_callback(lambda _: limit.reschedule(loop.time()))
-        return limit
-
-    monkeypatch.setattr(asyncio, "timeout", until_pipe)
-
-
-@pytest.mark.usefixtures("limit_passes")
-def test_a_timed_out_episode_has_ended(
-    run_agent: Run, caplog: pytest.LogCaptureFixture, fifo: TextIO
-) -> None:
-    """Its process is killed with every process that the agent started."""
-    hangs = {"then": "hangs", "fifo": fifo.name}
-    limits = {"subproc_max_workers": 1, "episode_timeout_seconds": 200}
-    groups, stats = run_agent(mode_agents.Talks, hangs, **limits)
-    assert groups == [None]
-    assert "took longer than 200 s (rollout.openai.episode_timeout_seconds)" in caplog.text
-    assert fifo.read() == "alive"  # to its end, so no process holds it open
-    assert stats.failed == 1
 
 
 def test_destroy_ends_agents_that_run(

@@ -142,16 +142,6 @@ def test_prompt_len_ends_at_the_first_generated_token() -> None:
     ]
 
 
-def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
-    """Like every other row."""
-    given = two_turns()
-    given["loss_mask"][0, 5] = 0
-    traj = complete(concat_padded_tensors([given, two_turns()]), task_id=1)
-    lines = [*dump_lines(traj, 1, Letters())]
-    assert [line["sample_idx"] for line in lines] == [0, 1]
-    assert (lines[0]["prompt_len"], lines[0]["tail_version"]) == (2, 4)
-
-
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
     """-1 for versions and turns, 1 for temperatures, 0 for masks."""
     short, long = complete(documented(), task_id=1), complete(two_turns(), task_id=2)

@@ -86,8 +86,3 @@ def test_the_kernel_of_a_gpu_takes_what_it_gets() -> None:
         bounds = torch.empty(3, device="cuda", dtype=torch.int32)
         out, _ = attend_apart(None, q, k, v, None, 0.3, bounds=bounds, longest=7)
         assert (out.shape, out.dtype, out.device) == ((1, 10, 4, 128), torch.bfloat16, q.device)
-
-
-def test_cudnn_computes_no_attention() -> None:
-    """It would make a plan for every new shape."""
-    assert not torch.backends.cuda.cudnn_sdp_enabled()

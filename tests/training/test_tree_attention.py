@@ -1,18 +1,18 @@
 """A tree trains as its rows do one by one, and computes fewer tokens."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import trainers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from trainers import DEVICE, parameters, prepare
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from trainers import gradients, make_family, parameters, prepare
 
 from training import tree_attention as module
 from training.tree_attention import BLOCK, PackedTree, block_mask, tree_attention
@@ -48,17 +48,6 @@ def make_conversations(style: str) -> Rows:
     return rows
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """A random Qwen3 with two query heads for each key head."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    config = Qwen3Config(vocab_size=40, max_position_embeddings=4096, **shape, **heads)  # type: ignore[arg-type]
-    made: Any = Qwen3ForCausalLM(config)
-    return made.to(DEVICE)
-
-
 def build_trees(rows: Rows, max_tokens: int) -> list[PackedTree]:
     padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=-1)
     return module.build_trees(padded, max_tokens)
@@ -74,70 +63,11 @@ def paths_of(tree: PackedTree, rows: Rows) -> list[tuple[int, Tensor]]:
     return [(row, path[: len(rows[row])]) for row, path in zip(tree.rows, tree.states, strict=True)]
 
 
-def logp_of(logits: Tensor, ids: Tensor) -> Tensor:
-    return torch.log_softmax(logits.float(), -1).gather(1, ids[:, None])[:, 0]
-
-
-def separate_logp(model: Any, rows: Rows) -> list[Tensor]:
-    """log p of each row's tokens but the first, by a pass for each row."""
-    found = []
-    for row in rows:
-        ids = torch.tensor(row, device=model.device)
-        found.append(logp_of(model(input_ids=ids[None], use_cache=False).logits[0, :-1], ids[1:]))
-    return found
-
-
 def dense_mask(tree: PackedTree) -> Tensor:
     """mask[q, k] is True if q attends to k, (N, N)."""
     end = tree.inputs["subtree_end"]
     k = torch.arange(len(end))
     return (k <= k[:, None]) & (k[:, None] < end)
-
-
-def test_a_gpu_gets_the_same_mask() -> None:
-    [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
-    q = torch.arange(len(tree.subtree_end))
-    mask = block_mask(tree.subtree_end)
-    zero: Any = torch.zeros((), dtype=torch.int64)
-    assert mask.mask_mod(zero, zero, q[:, None], q).equal(dense_mask(tree))
-    parts = F.pad(dense_mask(tree), (0, -len(q) % BLOCK, 0, -len(q) % BLOCK))
-    some = parts.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
-    assert mask.to_dense()[0, 0].bool().equal(some)
-
-
-def tree_logp(model: Any, rows: Rows, max_tokens: int) -> list[Tensor]:
-    """log p of each row's tokens but the first, by a pass for each tree."""
-    found: list[Tensor] = [torch.empty(0)] * len(rows)
-    model.set_attn_implementation("tree")
-    for tree in build_trees(rows, max_tokens):
-        names = ("input_ids", "position_ids", "subtree_end")
-        inputs = {name: tree.inputs[name].to(model.device) for name in names}
-        ids, logits = inputs["input_ids"], model(**inputs, use_cache=False).logits[0]
-        for row, path in paths_of(tree, rows):
-            found[row] = logp_of(logits[path[:-1]], ids[0, path[1:]])
-    model.set_attn_implementation("sdpa")
-    return found
-
-
-def learn(model: Any, logp: list[Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """A loss with random advantages of all tokens, and its gradients."""
-    flat = torch.cat(logp).cpu()
-    weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(0))
-    model.zero_grad()
-    loss = (flat * weights).sum() / max(len(flat), 1)
-    loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), {name: g.cpu().clone() for name, g in found.items()}
-
-
-def assert_same_lesson(model: Any, ours: list[Tensor], truth: list[Tensor]) -> None:
-    """The losses agree to 1e-6, and the gradients to 1e-5 of their norm."""
-    (loss, gradients), (expected, exact) = learn(model, ours), learn(model, truth)
-    assert loss == pytest.approx(expected, abs=1e-6)
-    assert gradients.keys() == exact.keys()
-    largest = max(g.norm() for g in exact.values())
-    for name, g in exact.items():
-        assert (gradients[name] - g).norm() <= 1e-5 * max(g.norm(), 1e-2 * largest), name
 
 
 # ---- the trees
@@ -198,35 +128,11 @@ def test_a_row_that_is_too_long_is_a_tree_of_its_own() -> None:
 # ---- the attention
 
 
-@given(SEEDS, st.integers(1, 12), st.integers(30, 300))
-@settings(max_examples=40)
-def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
-    """Loss and gradients are those of separate rows."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]
-    assert_same_lesson(model, tree_logp(model, rows, max_tokens), separate_logp(model, rows))
-
-
-@pytest.mark.parametrize("style", ["individual", "concat"])
-def test_conversations_train_as_their_rows_do(model: Any, style: str) -> None:
-    """They share prompts and turns, so trees have less than 0.6 of their tokens."""
-    rows = make_conversations(style)
-    trees = build_trees(rows, 1024)
-    assert sum(size(tree) for tree in trees) < 0.6 * sum(map(len, rows))
-    assert_same_lesson(model, tree_logp(model, rows, 1024), separate_logp(model, rows))
-
-
-def test_long_rows_cross_many_blocks(model: Any) -> None:
-    """A block of queries skips keys that none of them sees."""
-    rows = make_rows(3, 10, longest=3 * BLOCK)
-    [tree] = build_trees(rows, 8192)
-    assert size(tree) > 4 * BLOCK
-    assert_same_lesson(model, tree_logp(model, rows, 8192), separate_logp(model, rows))
-
-
 @pytest.mark.parametrize("heads", [4, 6])
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
-    """Also where several heads share keys."""
-    [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
+    """Also where several heads share keys, and in trees of many blocks."""
+    [tree] = build_trees(make_rows(3, 10, longest=3 * BLOCK), 10**6)
+    assert size(tree) > 4 * BLOCK
     N, g = size(tree), torch.Generator().manual_seed(0)
     made = [torch.randn(1, n, N, 16, generator=g, dtype=torch.float64) for n in (heads, 2, 2)]
     results = []
@@ -246,12 +152,22 @@ def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
         torch.testing.assert_close(ours, exact, atol=1e-9, rtol=1e-9)
 
 
+def test_a_gpu_gets_the_same_mask() -> None:
+    """Its kernel skips the blocks in which no query attends to a key."""
+    [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
+    q, mask = torch.arange(size(tree)), block_mask(tree.inputs["subtree_end"])
+    zero: Any = torch.zeros((), dtype=torch.int64)
+    assert mask.mask_mod(zero, zero, q[:, None], q).equal(dense_mask(tree))
+    parts = F.pad(dense_mask(tree), (0, -len(q) % BLOCK, 0, -len(q) % BLOCK))
+    some = parts.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+    assert mask.to_dense()[0, 0].bool().equal(some)
+
+
 # ---- the actor
 
 
-def make_batch() -> dict[str, Tensor]:
-    """Eight rows that share prefixes. The second half of each is trained."""
-    rows = [row * 2 for row in make_rows(0, 8)]
+def make_batch(rows: Rows) -> dict[str, Tensor]:
+    """The second half of each row is trained."""
     lengths = torch.tensor([len(row) for row in rows])
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
     trained = real & (torch.arange(int(lengths.max())) >= lengths[:, None] // 2)
@@ -261,23 +177,36 @@ def make_batch() -> dict[str, Tensor]:
         "attention_mask": real,
         "loss_mask": trained.int(),
         "turn_ids": trained.int() - 1,
-        "turn_rewards": torch.randn(8, 1, generator=g) * trained,
-        "temperatures": torch.where(trained, 0.7 + torch.rand(8, 1, generator=g), 1.0),
-        "group_ids": torch.zeros(8, dtype=torch.int32),
+        "turn_rewards": torch.randn(len(rows), 1, generator=g) * trained,
+        "temperatures": torch.where(trained, 0.7 + torch.rand(len(rows), 1, generator=g), 1.0),
+        "group_ids": torch.zeros(len(rows), dtype=torch.int32),
     }
 
 
-def test_the_actor_makes_the_same_step_with_trees(make_actor: Any, model: Any, tmp_path) -> None:
-    """Metrics and weights agree up to rounding."""
-    model.save_pretrained(tmp_path)
-    results = []
+KINDS: dict[str, Rows] = {style: make_conversations(style) for style in ("individual", "concat")}
+KINDS |= {"random": make_rows(0, 12), "of many blocks": make_rows(3, 10, longest=3 * BLOCK)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_trains_as_its_rows_do(make_actor: Any, tmp_path: Path, kind: str) -> None:
+    """The losses agree to 1e-6, the gradients to 1e-5 of their norm, and the weights up to
+    rounding, also with gradient checkpointing. The trees of conversations have less than 0.6 of the
+    tokens of their rows."""
+    rows = KINDS[kind]
+    tokens = sum(map(size, build_trees(rows, 1024)))
+    assert tokens < (0.6 if kind in ("individual", "concat") else 1) * sum(map(len, rows))
+    path = make_family(tmp_path, "qwen3", max_position_embeddings=4096, head_dim=16)
+    results: list[Any] = []
     for changes in ({}, {"layout": "tree"}, {"layout": "tree", "gradient_checkpointing": True}):
-        actor = make_actor(tmp_path, mb_tokens=128, entropy_coeff=0.1, **changes)
-        batch = prepare(actor, make_batch())
-        stats = actor.ppo_update(batch) | {"logp": float(batch["prox_logp"].sum())}
-        results.append((stats, parameters(actor)))
-    (expected, exact), *others = results
-    for stats, weights in others:
+        actor = make_actor(path, mb_tokens=1024, entropy_coeff=0.1, **changes)
+        stats = actor.ppo_update(batch := prepare(actor, make_batch(rows)))
+        stats["logp"] = float(batch["prox_logp"].mean())
+        results.append((stats, gradients(actor), parameters(actor)))
+    (expected, exact, after), *others = results
+    largest = max(g.norm() for g in exact.values())
+    for stats, found, weights in others:
+        assert stats["loss"] == pytest.approx(expected["loss"], abs=1e-6)
         assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        for name, tensor in exact.items():
-            torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
+        for name, g in exact.items():
+            assert (found[name] - g).norm() <= 1e-5 * max(g.norm(), 1e-2 * largest), name
+            torch.testing.assert_close(weights[name], after[name], atol=1e-5, rtol=0)
