@@ -177,7 +177,10 @@ class PPOTrainer:
         #        logprobs: log pi_behav of every sampled token (N, T) float32
         #        rewards, group_ids                            (N,)
         batch = actor.prepare_batch(
-            self.dataloader, workflow=run.inputs.workflow, should_accept_fn=config.should_accept_fn
+            self.dataloader,
+            workflow=run.inputs.workflow,
+            group_size=config.gconfig.n_samples,
+            should_accept_fn=config.should_accept_fn,
         )
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")

@@ -31,7 +31,6 @@ import functools
 import inspect
 import logging
 import os
-import pickle
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -220,8 +219,6 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 
     def __post_init__(self) -> None:
-        if self.mode == "subproc":
-            pickle.dumps(self.agent)  # fails now rather than in every episode
         # OpenAI's SDK wants some key. The proxy knows a session by its URL.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 

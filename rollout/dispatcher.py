@@ -151,14 +151,12 @@ class DispatchState:
     def take_task(self, task_id: int) -> list[Any]:
         """[result] of a finished task, [None] of a rejected one, [] while it runs.
 
-        A result is given once. Raises ValueError for an unknown id.
+        A result is given once. Raises KeyError for an unknown id.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
             return [None]
-        if task_id not in self.in_flight():
-            raise ValueError(f"task {task_id} was never submitted, or its result was taken")
-        if self.order.get(task_id) is None:
+        if task_id in self.pending or self.order[task_id] is None:
             return []
         self.manager.on_rollout_withdrawn()
         return [self.order.pop(task_id)]
@@ -197,8 +195,8 @@ class BatchTaskDispatcher:
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
         """Wait for one task: its result, or None if it was rejected.
 
-        It is in no batch then, and its place at the gate is free. Raises TimeoutError, and
-        ValueError for an unknown id.
+        It is in no batch then, and its place at the gate is free. Raises TimeoutError, and KeyError
+        for an unknown id.
         """
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 

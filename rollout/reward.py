@@ -10,7 +10,6 @@ would learn.
 
 import functools
 import inspect
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -37,14 +36,11 @@ class AsyncRewardWrapper:
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:
         self.reward_fn, self.timeout_seconds = reward_fn, timeout_seconds
-        self.name = f"reward function {getattr(reward_fn, '__qualname__', reward_fn)}"
-        self.is_async = inspect.iscoroutinefunction(reward_fn)
-        if not self.is_async:
-            pickle.dumps(reward_fn)  # fails now rather than in every episode
 
     async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
-        words = f"{self.name} took longer than {self.timeout_seconds:g} s and was ended"
-        if self.is_async:
+        name = getattr(self.reward_fn, "__qualname__", self.reward_fn)
+        words = f"reward function {name} took longer than {self.timeout_seconds:g} s and was ended"
+        if inspect.iscoroutinefunction(self.reward_fn):
             work = self.reward_fn(*args, **kwargs)
             return finite(await within(self.timeout_seconds, work, words))
         async with (await pools(PROCESSES).get()).worker() as call:

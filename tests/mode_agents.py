@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import httpx
-import openai
 from openai import AsyncOpenAI, OpenAI
 
 
@@ -54,16 +53,6 @@ class CountsSessions:
             model="m", messages=data["messages"], max_completion_tokens=1
         )
         return httpx.get(data["proxy"] + "/health").json()["sessions"]
-
-
-class Unpicklable:
-    """It holds an SDK client, so it cannot be pickled."""
-
-    def __init__(self) -> None:
-        self.client = openai.OpenAI(api_key="DUMMY")
-
-    async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        return 1.0
 
 
 class Bomb:

@@ -4,7 +4,6 @@ leaves behind only for the next one."""
 import asyncio
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -30,13 +29,7 @@ from rollout.executor import WorkflowExecutor
 from rollout.workers import WorkerPool, within
 from run.config import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat, StalenessManager
-from workflow import (
-    OpenAIProxyWorkflow,
-    WorkflowContext,
-    resolve_workflow,
-    to_tensors,
-    workflow_context,
-)
+from workflow import WorkflowContext, resolve_workflow, to_tensors, workflow_context
 
 pytestmark = pytest.mark.anyio
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
@@ -266,20 +259,6 @@ def test_destroy_ends_agents_that_run(
         executor.dispatcher.destroy()
         assert file.read() == ""
     engine.destroy()
-
-
-def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
-    """By Python itself."""
-    address = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k", "mode": "subproc"}
-
-    class Local(mode_agents.Talks):
-        pass
-
-    for agent in (mode_agents.Unpicklable, Local):
-        with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match="pickle"):
-            resolve_workflow(agent, proxy=address)
-        inline = resolve_workflow(agent, proxy=address | {"mode": "inline"})
-        assert isinstance(inline, OpenAIProxyWorkflow)
 
 
 # ---------------------------------------------------------------- a run

@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -150,9 +149,3 @@ def test_a_worker_does_not_outlive_a_killed_trainer(
         assert file.read(5) == "alive"
         trainer.kill()
         assert file.read() == ""
-
-
-def test_a_function_that_no_process_can_import_is_refused_at_once() -> None:
-    """Such as a lambda."""
-    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
-        AsyncRewardWrapper(lambda *args: 1.0)
