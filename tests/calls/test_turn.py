@@ -17,7 +17,7 @@ from harness import HELLO, Connection, Harness, claude, reply_message, sdk
 from calls.turn import Turn
 from engine import EngineError, RemoteInfEngine
 from proxy import create_app
-from workflow import make_agents_client
+from workflow import AgentsClient
 
 pytestmark = pytest.mark.anyio
 
@@ -485,7 +485,7 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
         found = re.search(r"OPENAI_BASE_URL=(\S+) ANTHROPIC_BASE_URL=(\S+),", said)
         assert found is not None
         request: Any = {"model": "m", "messages": HELLO, "max_tokens": 30, "stream": True}
-        async with make_agents_client() as http:
+        async with AgentsClient() as http:
             chat = openai.AsyncOpenAI(base_url=found[1], api_key="DUMMY", http_client=http)
             other = anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY", http_client=http)
             for _ in range(3):
