@@ -480,9 +480,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(make_actor, tmp_path):
     assert all(torch.equal(parameters(one)[n], p) for n, p in parameters(again).items())
 
 
-def test_a_weight_update_writes_a_hugging_face_model_and_then_tells_the_servers(
-    make_actor, tmp_path
-):
+def test_a_weight_update_writes_a_model_first_and_tells_the_servers_then(make_actor, tmp_path):
     """With mode disk. transformers loads the folder, and it gives the actor's log-probabilities."""
     actor, seen = make_actor(), []
     batch = prepare(actor, make_batch())
