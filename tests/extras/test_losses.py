@@ -1,168 +1,120 @@
-"""Each variant of the loss against a slow loop in its paper's notation, which reaches every
-branch."""
+"""Each variant of the loss against one slow loop, which it tells the w and the u of a row."""
 
 import math
-from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from test_ppo import random_tokens
+from torch import Tensor
 
 from extras.losses import cispo, gspo, guess_errors, icepop, reject, row_weight, truncate
 from ppo import ppo_actor_loss_fn
 
-
-def rows_of(mask: torch.Tensor) -> list[list[int]]:
-    """For each row, the columns of its trained tokens."""
-    return [[t for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))]
+# From log w and log u of a row's n trained tokens: w, u, and which tokens are out of bounds, (n,).
+Row = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def clip_term(u: float, a: float) -> float:
-    return min(u * a, min(max(u, 0.8), 1.2) * a)
+def weighed(how: str = "token", low: float = 0.0, high: float = math.inf, clamp=False) -> Row:
+    """w is a token's, the product over its row or their geometric mean. Outside of low .. high it
+    becomes 0, or with `clamp` the bound."""
+
+    def row(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        log_w = {"token": x, "sum": x.sum().clamp(-20, 20), "mean": x.mean()}[how].expand(x.shape)
+        w = log_w.exp()
+        out = (w < low) | (w > high)
+        return w.clamp(low, high) if clamp else w.masked_fill(out, 0.0), y.exp(), out
+
+    return row
 
 
-@pytest.mark.parametrize("how", ["token", "sum", "mean"])
-@pytest.mark.parametrize("clamp", [False, True])
-@pytest.mark.parametrize("cap", [1.6, None])
-def test_weights_of_rows_and_truncation_by_the_loop(how, clamp, cap):
-    """w is a token's, the product over its row or their geometric mean; at the cap it is dropped or
-    becomes the cap."""
-    theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]
-    mask[2] = 0
-    total, capped, n, weights = 0.0, 0, int(mask.sum()), []
-    for i, trained in enumerate(rows_of(mask)):
-        logs = [(prox[i, t] - behav[i, t]).item() for t in trained]
-        for t, own in zip(trained, logs):
-            row = sum(logs) / (1 if how == "sum" else len(logs))
-            w = math.exp(own if how == "token" else max(-20, min(20, row)))
-            if cap is not None and w > cap:
-                capped, w = capped + 1, cap if clamp else 0.0
-            weights.append(w)
-            total += w * clip_term(math.exp(theta[i, t] - prox[i, t]), A[i, t].item())
-    assert (capped > 0) == (cap is not None)
-    loss_fn = truncate if clamp else ppo_actor_loss_fn
-    if how != "token":
-        loss_fn = partial(row_weight, how=how, base=loss_fn)
-    loss, stats = loss_fn(theta, prox, behav, A, mask, behave_imp_weight_cap=cap)
-    assert loss.item() == pytest.approx(-total / n, rel=1e-5)
-    assert stats["dropped_share"].item() == pytest.approx(capped / n)
-    assert stats["behave_weight_mean"].item() == pytest.approx(sum(weights) / n)
-    assert stats["behave_weight_square"].item() == pytest.approx(sum(w * w for w in weights) / n)
+TESTS = {"geometric_mean": 1.2, "k2": 0.7, "veto": 0.35}
 
 
-@pytest.mark.parametrize("clamp", [False, True])
-@pytest.mark.parametrize("cap", [2.0, None])
-def test_icepop_bounds_the_weight_on_both_sides(clamp, cap):
-    """A weight below the floor is left out, or with `truncate` becomes the floor."""
-    log_w = torch.linspace(-1.5, 1.5, 61, dtype=torch.float64)
-    zero, hits = torch.zeros_like(log_w), Counter[str]()
-    slow = []
-    for x in log_w.tolist():
-        w = math.exp(x)
-        side = "below" if w < 0.5 else "above" if cap and w > cap else "inside"
-        hits[side] += 1
-        bound = 0.5 if side == "below" else cap
-        slow.append(w if side == "inside" else bound if clamp else 0.0)
-    assert (hits["below"] > 0, hits["above"] > 0) == (True, cap is not None)
-    theta = zero.clone().requires_grad_()
-    loss_fn = partial(truncate if clamp else icepop, floor=0.5)
-    one = torch.ones_like(zero)
-    loss, stats = loss_fn(theta, zero, -log_w, one, one, behave_imp_weight_cap=cap)
-    loss.backward()
-    assert theta.grad is not None
-    assert (-61 * theta.grad).tolist() == pytest.approx(slow)
-    assert stats["dropped_share"].item() == pytest.approx((61 - hits["inside"]) / 61)
+def rejecting(names: list[str], how: str) -> Row:
+    """A row that fails one of the named tests leaves the sum, but not the count."""
 
-
-TESTS: dict[str, Any] = {"geometric_mean": 1.2, "k2": 0.7, "veto": 0.35}
-
-
-@pytest.mark.parametrize("names", [[name] for name in TESTS] + [list(TESTS)], ids=str)
-@pytest.mark.parametrize("is_row_weight", [False, True])
-def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(names, is_row_weight):
-    """Rows that fail a test leave the sum but not the count; the others keep their weights."""
-    theta, prox, behav, A, mask = random_tokens(5, shape=(20, 40), spread=0.45)
-    prox = prox + torch.linspace(-0.3, 0.3, 20, dtype=torch.float64)[:, None]
-    mask[4] = 0
-    hits: Counter[str] = Counter()
-    total, left_out = 0.0, 0
-    for i, trained in enumerate(rows_of(mask)):
-        if not trained:
-            continue
-        x = [(prox[i, t] - behav[i, t]).item() for t in trained]  # log w
-        mean = math.exp(sum(x) / len(x))
+    def row(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean = x.mean().exp()
         failed = {
             "geometric_mean": mean > 1.2 or mean < 1 / 1.2,
-            "k2": max(d * d / 2 for d in x) > 0.7,
-            "veto": min(math.exp(d) for d in x) < 0.35,
+            "k2": (x * x / 2).max() > 0.7,
+            "veto": x.exp().min() < 0.35,
         }
-        hits.update(name for name in names if failed[name])
-        if any(failed[name] for name in names):
-            left_out += len(trained)
-            continue
-        hits["kept"] += 1
-        for t, d in zip(trained, x):
-            w = mean if is_row_weight else math.exp(d)
-            total += w * clip_term(math.exp(theta[i, t] - prox[i, t]), A[i, t].item())
-    assert all(hits[name] for name in [*names, "kept"])
-    base = row_weight if is_row_weight else ppo_actor_loss_fn
+        w, u, _ = weighed(how)(x, y)
+        bad = any(failed[name] for name in names)
+        return w * (not bad), u, torch.full(x.shape, bad)
+
+    return row
+
+
+def whole_answer(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """GSPO: u is (pi_theta / pi_old)^(1 / n)."""
+    return x.exp(), y.mean().exp().expand(y.shape), torch.zeros(x.shape)
+
+
+def constant_factor(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """CISPO: the gradient for log pi_theta is -w clip(u) A / M, even where u is clipped."""
+    w, _, out = weighed(high=2.0)(x, y)
+    return w * y.detach().exp().clamp(0.6, 1.6), (y - y.detach()).exp(), out
+
+
+CASES: list[Any] = [  # the loss, its row, its keys
+    (gspo, whole_answer, {"eps_clip": 0.02, "eps_clip_higher": 0.03}),
+    (
+        cispo,
+        constant_factor,
+        {"eps_clip": 0.4, "eps_clip_higher": 0.6, "behave_imp_weight_cap": 2.0},
+    ),
+]
+for clamp, base in ((False, ppo_actor_loss_fn), (True, truncate)):
+    with_floor = partial(truncate if clamp else icepop, floor=0.5)
+    for cap in (None, 1.6):
+        bound: Any = {"high": cap or math.inf, "clamp": clamp}
+        keys = {"behave_imp_weight_cap": cap}
+        CASES += [(base, weighed(**bound), keys), (with_floor, weighed(low=0.5, **bound), keys)]
+        for how in ("sum", "mean"):
+            CASES += [(partial(row_weight, how=how, base=base), weighed(how, **bound), keys)]
+for names in ([*TESTS], *([name] for name in TESTS)):
     chosen: Any = {"veto": 1e-9} | {name: TESTS[name] for name in names}
-    loss, stats = reject(theta, prox, behav, A, mask, base=base, **chosen)
-    assert loss.item() == pytest.approx(-total / int(mask.sum()))
-    assert stats["dropped_share"].item() == pytest.approx(left_out / int(mask.sum()))
+    for how, base in (("token", ppo_actor_loss_fn), ("mean", row_weight)):
+        CASES += [(partial(reject, base=base, **chosen), rejecting(names, how), {})]
 
 
-def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
-    """J = 1/M sum_i |y_i| min(s_i A_i, clip(s_i) A_i), s_i = (pi_theta / pi_old)^(1 / |y_i|)."""
-    theta, old, _, A, mask = random_tokens(8, shape=(40, 30), spread=0.2)
-    A = A[:, :1].expand(A.shape)  # one advantage for each answer
-    mask[7] = 0
-    leaf, slow_leaf = theta.clone().requires_grad_(), theta.clone().requires_grad_()
-    hits: Counter[str] = Counter()
-    terms = []
-    for i, trained in enumerate(rows_of(mask)):
-        if not trained:
-            continue
-        s = (slow_leaf - old)[i, trained].mean().exp()
-        a = A[i, 0]
-        clipped = s.clamp(0.98, 1.03)
-        terms.append(len(trained) * torch.minimum(s * a, clipped * a))
-        side = "inside" if bool(clipped == s) else "above" if s > 1 else "below"
-        hits[side + ", clipped" * bool(clipped * a < s * a)] += 1
-    assert len(hits) == 5
-    slow = -torch.stack(terms).sum() / mask.sum()
+@pytest.mark.parametrize(("loss_fn", "row", "keys"), CASES)
+def test_a_variant_is_what_the_loop_adds_up(loss_fn, row, keys):
+    """The sum of w min(u A, clip(u) A), with its gradient and metrics, within and out of bounds."""
+    theta, prox, behav, A, mask = random_tokens(5, shape=(20, 40), spread=0.4)
+    prox = prox + torch.linspace(-0.3, 0.7, 20)[:, None]
+    theta = prox + 0.1 * (theta - prox) if loss_fn is gspo else theta
+    mask[4] = 0
+    leaf, slow_leaf = (theta.clone().requires_grad_() for _ in range(2))
+    low, high = 1 - keys.get("eps_clip", 0.2), 1 + keys.get("eps_clip_higher", 0.2)
+    terms, weights, out = [], [], []
+    for i, trained in enumerate(mask.bool()):
+        if trained.any():
+            w, u, outside = row((prox - behav)[i, trained], (slow_leaf - prox)[i, trained])
+            a = A[i, trained]
+            terms.append(w * torch.minimum(u * a, u.clamp(low, high) * a))
+            weights.append(w)
+            out.append(outside)
+    n = int(mask.sum())
+    slow, dropped = -torch.cat(terms).sum() / n, torch.cat(out).sum().item() / n
     slow.backward()
-    loss, stats = gspo(leaf, old, old, A, mask, eps_clip=0.02, eps_clip_higher=0.03)
+    loss, stats = loss_fn(leaf, prox, behav, A, mask, **keys)
     loss.backward()
     assert loss.item() == pytest.approx(slow.item(), rel=1e-6)
     torch.testing.assert_close(leaf.grad, slow_leaf.grad, rtol=1e-5, atol=1e-9)
+    assert stats["dropped_share"].item() == pytest.approx(dropped)
+    assert dropped < 1
+    assert dropped > 0 or loss_fn is gspo or keys == {"behave_imp_weight_cap": None}
     assert 0 < stats["clip_frac"].item() < 1
-
-
-def test_cispo_clips_the_weight_and_keeps_the_gradient():
-    """The gradient for log pi_theta is -w clip(u) A / n, even where u is clipped."""
-    theta, prox, behav, A, mask = random_tokens(9)
-    gradient, hits, n = torch.zeros_like(theta), Counter[str](), int(mask.sum())
-    for i, trained in enumerate(rows_of(mask)):
-        for t in trained:
-            u, w = math.exp(theta[i, t] - prox[i, t]), math.exp(prox[i, t] - behav[i, t])
-            clipped, a = min(max(u, 0.6), 1.6), A[i, t].item()
-            side = "below" if u < clipped else "above" if u > clipped else "inside"
-            hits[side + " +-"[int(math.copysign(1, a))]] += 1
-            hits["dropped"] += w > 2.0
-            hits["clipped"] += u != clipped
-            gradient[i, t] = -(0.0 if w > 2.0 else w) * clipped * a / n
-    assert len(hits) == 8
-    leaf = theta.clone().requires_grad_()
-    keys: dict[str, Any] = {"eps_clip": 0.4, "eps_clip_higher": 0.6, "behave_imp_weight_cap": 2.0}
-    loss, stats = cispo(leaf, prox, behav, A, mask, **keys)
-    loss.backward()
-    torch.testing.assert_close(leaf.grad, gradient)
-    assert stats["clip_frac"].item() == pytest.approx(hits["clipped"] / n)
-    assert stats["dropped_share"].item() == pytest.approx(hits["dropped"] / n)
+    if loss_fn is not cispo:
+        w = torch.cat(weights)
+        assert stats["behave_weight_mean"].item() == pytest.approx(w.sum().item() / n)
+        assert stats["behave_weight_square"].item() == pytest.approx(w.square().sum().item() / n)
 
 
 VARIANTS = [
