@@ -108,14 +108,6 @@ def test_an_agent_may_close_its_client(run_agent: Run) -> None:
     assert clients[0].is_closed
 
 
-def test_a_conversation_is_one_row_in_style_concat(run_agent: Run) -> None:
-    """The tokens of each turn have the turn's own discounted reward."""
-    [group], _ = run_agent(Asks(lambda ids: 1), turn_discount=0.5, export_style="concat")
-    assert group["rewards"].tolist() == [1.0]
-    rewards = [set(group["turn_rewards"][group["turn_ids"] == k].tolist()) for k in (0, 1)]
-    assert rewards == [{0.5}, {1.0}]
-
-
 def test_a_dict_rewards_the_completions_it_names(run_agent: Run) -> None:
     """An id that nobody knows fails the episode."""
     agent = Asks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)})

@@ -118,13 +118,10 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
 BENT: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 50.0},
     "gemma3_text": {"final_logit_softcapping": 30.0},
-    "granite": {"logits_scaling": 2.0},
     "cohere": {"logit_scale": 0.25},
     "falcon_h1": {"lm_head_multiplier": 0.5},
-    "recurrent_gemma": {"logits_soft_cap": 5.0, "lru_width": 32},
     "phi": {},
 }
-BENT["recurrent_gemma"]["block_types"] = ["recurrent", "attention"]
 
 
 @pytest.mark.parametrize("name", BENT)
