@@ -174,7 +174,6 @@ class BatchTaskDispatcher:
     ) -> None:
         self.task_factory, self.state = task_factory, state
         self.stopped: Future = Future()  # its exception ends every call
-        self.interrupted = False
         self._news = asyncio.Event()  # set for a moment when a task has ended
         self._running: set[asyncio.Task] = set()  # the loop itself keeps no task alive
         self._loop, self._end = uvloop.new_event_loop(), asyncio.Event()
@@ -255,24 +254,17 @@ class BatchTaskDispatcher:
                 while True:
                     result = attempt()
                     self._produce()  # the gate may have opened
-                    if result or self.interrupted:
+                    if result:
                         return result
                     await self._news.wait()
 
-        if result := self.run(until()):
-            return result
-        raise KeyboardInterrupt  # not in the loop, which it would end
+        return self.run(until())
 
     # ---- for any thread
 
     def call_soon(self, function: Callable[[], Any]) -> None:
         """Call a function in the loop, and do not wait for it."""
         self._loop.call_soon_threadsafe(function)
-
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the call that waits now, and in each later one that would."""
-        self.interrupted = True
-        self.call_soon(self._wake)
 
     def fail(self, error: BaseException) -> None:
         """Stop the run: from now on, every call raises `error`. The first reason stays."""
@@ -298,10 +290,6 @@ class BatchTaskDispatcher:
             self._running.add(running)
             running.add_done_callback(self._running.discard)
 
-    def _wake(self) -> None:
-        self._news.set()
-        self._news.clear()
-
     async def _run(self, task: Any) -> None:
         data, error = None, None
         try:
@@ -313,6 +301,7 @@ class BatchTaskDispatcher:
         try:
             self.state.finish(task.task_id, data, error)
             self._produce()
-            self._wake()
+            self._news.set()
+            self._news.clear()
         except Exception as reason:  # too many have failed, or a listener is broken
             self.fail(reason)

@@ -30,7 +30,7 @@ def weighed(how: str = "token", low: float = 0.0, high: float = math.inf, clamp=
     return row
 
 
-TESTS = {"geometric_mean": 1.2, "k2": 0.7, "veto": 0.35}
+TESTS: dict[str, Any] = {"geometric_mean": 1.2, "k2": 0.7, "veto": 0.35}
 
 
 def rejecting(names: list[str], how: str) -> Row:

@@ -379,18 +379,3 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
     assert stage.manager.get_stats() == RolloutStat(enqueued=1, running=2), "a stop fails nothing"
     with pytest.raises(RuntimeError, match="destroyed"):
         stage.submit(3)
-
-
-def test_an_interrupt_leaves_every_group_where_it_was(make_stage, background):
-    """It ends the wait, and every later one, and consumes and cancels nothing. What is there needs
-    no wait."""
-    stage = make_stage()
-    stage.submit(0, 1)
-    stage.finish(0)
-    waiting = background(stage.take, 2, None)
-    stage.dispatcher.interrupt()
-    assert isinstance(waiting.exception(DEADLINE), KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        stage.take(2)
-    assert stage.dispatcher.in_flight() == {0, 1}
-    assert stage.take(1) == [0]
