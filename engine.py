@@ -18,8 +18,6 @@ the servers is the pause mode:
   tokens has which version.
 - `abort`: the server returns what it has. The engine sends prompt and tokens again, and the request
   waits at the server until the update is over.
-- `in_place`: the server goes on with the old KV cache. It is cheapest, but then no single version
-  gives the probability of a token.
 
 **Versions come from the answer**, because the engine's own version may change while a request runs.
 SGLang 0.5.16 to 0.5.18 reports only the version at the end of a segment, so with such a server the
@@ -105,7 +103,6 @@ class RemoteInfEngine:
         self.proxies: Any = None  # proxy_addr and admin_key of the proxies, told every version
         self.executor: Any = None  # what starts rollouts: a dispatcher
         self._version = 0  # newest version that all servers have
-        self._sent = -1  # newest version that was sent
         self._paused = False
 
     # ---- generation, in the event loop of the rollouts
@@ -176,7 +173,7 @@ class RemoteInfEngine:
             with contextlib.suppress(EngineError):
                 await asyncio.shield(abort)
             raise
-        segment = parse_segment(answer, self.vocab_size)
+        segment = parse_segment(answer)
         if segment.output_len > room:
             raise EngineError(f"{server} sent more tokens than were asked for", 502)
         self.servers.check_age(server, segment.output_versions, oldest)
@@ -185,13 +182,9 @@ class RemoteInfEngine:
     def _budget(self, req: ModelRequest) -> int:
         """How many tokens `req` may generate. Raises EngineError (400) for a wrong request; an id
         outside the vocabulary would crash SGLang."""
-        ids, most = req.input_ids, req.gconfig.max_new_tokens
-        if not ids:
-            raise EngineError("the prompt is empty", 400)
-        size = self.vocab_size or 2**31
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < size:
-                raise EngineError(f"token id {token} is outside the vocabulary of {size}", 400)
+        ids, most, size = req.input_ids, req.gconfig.max_new_tokens, self.vocab_size or 2**31
+        if not ids or not 0 <= min(ids) <= max(ids) < size:
+            raise EngineError(f"the prompt is empty, or an id is outside of 0 to {size - 1}", 400)
         room = (self.context_length or len(ids) + most) - len(ids)
         if room < 1:
             message = f"prompt is too long: {len(ids)} tokens > {self.context_length} maximum"
@@ -204,10 +197,8 @@ class RemoteInfEngine:
         """Read the servers' limits, and ask each for one token: its version must be a number and
         its answer have logprobs. Raises EngineError. The arguments that AReaL has are ignored."""
         infos = self.servers.post_all("/server_info")
-        sizes = [read_vocab_size(info["model_path"]) for info in infos]
-        self.vocab_size = min(filter(None, sizes), default=None)
-        limits = [info.get("max_req_input_len") for info in infos]
-        self.context_length = min(filter(None, limits), default=None)
+        self.vocab_size = read_vocab_size(infos[0]["model_path"])
+        self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
             parse_segment(answer)
             if self.pause_mode != "abort" and "weight_versions" not in answer["meta_info"]:
@@ -232,18 +223,12 @@ class RemoteInfEngine:
     def update_weights(
         self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None
     ) -> None:
-        """Send version `meta.version`, which is newer than every one before. Call `pause` first."""
-        version = meta.version
-        if version is None or version <= self._sent:
-            raise ValueError(f"version {version} is not newer than {self._sent}")
-        # Mode in_place still needs the old cache.
-        meta = replace(meta, flush_cache=self.pause_mode != "in_place")
+        """Send version `meta.version` to all servers. Call `pause` first."""
         weights.send(meta, self.servers.post_all, buckets)
-        self.servers.newest = self.servers.limit = self._sent = version
 
     def set_version(self, version: int) -> None:
         """All servers have `version`: tell the proxies, and let the gate start more rollouts."""
-        self._version = self.servers.limit = version
+        self._version = self.servers.newest = self.servers.limit = version
         if self.proxies is not None:
             proxies = Servers(self.proxies.proxy_addr, self.proxies.admin_key)
             proxies.post_all("/set_version", {"version": version})

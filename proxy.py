@@ -144,7 +144,7 @@ class Proxy:
         if self.seed is not None and "seed" not in ask.sampling:
             chosen["seed"] = call_seed(self.seed, session.task_id, number)
         gconfig, call = CallParameters(**chosen), f"{session.task_id}.{number}"
-        return ModelRequest(ids, gconfig=gconfig, session=session.session_id, call=call)
+        return ModelRequest(ids, gconfig=gconfig, call=call)
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
         """The prompt, and the part of the answer that it contains: a <think> at its end, and the

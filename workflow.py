@@ -145,8 +145,8 @@ class RLVRWorkflow(RolloutWorkflow):
         """Ask for one completion."""
         context = _context.get()
         gconfig = self.gconfig.for_call(n_samples=1, seed=context.seed_of(turn))
-        names = {"session": context.name, "call": f"{context.name}.{turn}"}
-        request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, **names)
+        call = f"{context.name}.{turn}"
+        request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, call=call)
         return await engine.agenerate(request)
 
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:

@@ -39,7 +39,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from inference.tiny.model import Model
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.sampling import SamplingParams, Sequence
+from inference.tiny.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, NEW = 64, 128
@@ -100,7 +101,7 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
 
 def by_engine(model: Model, batch: list[list[int]], new: int) -> float:
     """Return the tokens of scheduler and model in this process, per second of CPU time."""
-    scheduler = Scheduler(model, model.slots * 512, "0", str)
+    scheduler = Scheduler(model, "0", str)
     start = time.process_time()
     for i, prompt in enumerate(batch):
         params = SamplingParams(max_new_tokens=new, sampling_seed=i, ignore_eos=True)

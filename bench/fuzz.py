@@ -41,9 +41,7 @@ from inference.tiny.server import create_app as create_server
 from inference.wire import make_transport
 from proxy import create_app
 
-NO_SCHEDULER: Any = SimpleNamespace(
-    model=SimpleNamespace(context_length=0), max_total_tokens=0
-)  # only the routes are looked at
+NO_SCHEDULER: Any = SimpleNamespace(model=SimpleNamespace())  # only the routes are looked at
 KEY, SECONDS, WORKERS = "key", 60, 24
 TOOL = {
     "name": "f",

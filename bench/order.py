@@ -68,7 +68,7 @@ class PausingWalk(RLVRWorkflow):
                 n_samples=1, seed=context.seed_of(turn), max_new_tokens=limit
             )
             part = await engine.agenerate(
-                ModelRequest(ids, gconfig=gconfig, tokenizer=self.tokenizer, session=context.name)
+                ModelRequest(ids, gconfig=gconfig, call=f"{context.name}.{turn}")
             )
             if whole is not None:
                 part = replace(

@@ -223,9 +223,8 @@ def check(config: Any, folder: str) -> None:
         steps = recorded.check(config.train_dataset.batch_size)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no replay: {error}") from error
-    if not steps or config.rollout.pause_mode == "in_place":
-        needs = "a finished step and a pause_mode other than in_place"
-        raise ConfigError(f"no replay: {folder} lacks {needs}")
+    if not steps:
+        raise ConfigError(f"no replay: {folder} lacks a finished step")
     keys, now = (
         {name: value for name, value, _ in list_keys(each)}
         for each in (load(["--config", f"{folder}/config.yaml"])[0], config)

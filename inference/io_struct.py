@@ -28,13 +28,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-PLAIN = {
-    "top_p": 1,
-    "top_k": -1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "json_schema": None,
-}
+SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_schema"}
 
 
 class EngineError(RuntimeError):
@@ -46,12 +40,11 @@ class EngineError(RuntimeError):
         self.status, self.code = status, code  # code: OpenAI's name of the error, or ""
 
 
-class GenerationHyperparameters(BaseModel):
-    """How to sample. These are keys of the configuration."""
+class Sampling(BaseModel):
+    """What the engine asks for, and a server understands."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
-    n_samples: int = Field(1, ge=1, description="episodes per prompt, the group size")
     max_new_tokens: int = Field(512, ge=1, lt=2**31, description="most tokens of one answer")
     temperature: float = Field(1.0, ge=0, description="divisor of the logits; 0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="only the likeliest tokens of this mass")
@@ -65,6 +58,12 @@ class GenerationHyperparameters(BaseModel):
     frequency_penalty: Penalty = Field(
         0.0, description="off a token's logit, each time it occurred"
     )
+
+
+class GenerationHyperparameters(Sampling):
+    """How to sample. These are keys of the configuration."""
+
+    n_samples: int = Field(1, ge=1, description="episodes per prompt, the group size")
     greedy: bool = Field(False, description="always the likeliest token")
 
     def new(self, **changes: Any) -> Self:
@@ -82,7 +81,7 @@ class GenerationHyperparameters(BaseModel):
     @property
     def trains_exactly(self) -> bool:
         """Whether the server samples from softmax(logits / temperature), as training does."""
-        return not self.is_greedy and self.model_dump(include={*PLAIN}).items() <= PLAIN.items()
+        return not self.is_greedy and not SHAPING & self.model_dump(exclude_defaults=True).keys()
 
 
 class CallParameters(GenerationHyperparameters):
@@ -104,7 +103,6 @@ class ModelRequest:
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     tokenizer: Any = None
-    session: str | None = None
     call: str = ""  # name of the call in the run, such as "7-3.1": task 7, member 3, call 1
 
     def __post_init__(self) -> None:
@@ -113,9 +111,9 @@ class ModelRequest:
 
     @property
     def affinity(self) -> str:
-        """The number of the prompt group, "7" for call "7-3.1", else the session, else the rid."""
-        group, dash, _ = self.call.partition("-")
-        return group if dash and group.isdecimal() else self.session or self.rid
+        """The prompt group of the call, "7" for "7-3.1"; else its task, "7" for "7.1"; else rid."""
+        group, _, rest = self.call.rpartition("-")
+        return group or rest.partition(".")[0] or self.rid
 
 
 @dataclass
@@ -168,8 +166,6 @@ def generate_body(
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
-    if not g.stop:  # a server without a tokenizer refuses even []
-        del params["stop"]
     if g.seed is not None:
         params["sampling_seed"] = g.seed % 2**63
     return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
@@ -180,7 +176,7 @@ def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
     return generate_body(input_ids, GenerationHyperparameters(greedy=True), max_new_tokens)
 
 
-def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
+def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
     Raises EngineError: 400 if the server says that the request is wrong, 503 if it says that it
@@ -197,8 +193,6 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         logprobs = [entry[0] for entry in entries]
         if [entry[1] for entry in entries] != tokens:
             raise ValueError("other ids stand beside the logprobs")
-        if tokens and not 0 <= min(tokens) <= max(tokens) < (vocab_size or 2**31):
-            raise ValueError("an id is outside the vocabulary")
         if not all(-1e30 < logprob <= 1e-3 for logprob in logprobs):
             raise ValueError("a logprob is above 0, or no number")
         whole = {"version": meta["weight_version"], "start": 0, "end": len(tokens)}

@@ -44,7 +44,6 @@ class WeightUpdateMeta:
     path: str = ""  # mode disk: the folder of the folders v{version}
     version: int | None = None
     address: str = "127.0.0.1"  # mode distributed: where the servers reach rank 0
-    flush_cache: bool = True  # drop the KV cache of the old weights
 
     def with_version(self, version: int) -> "WeightUpdateMeta":
         return replace(self, version=version)
@@ -58,7 +57,7 @@ class WeightUpdateMeta:
 
 
 def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Iterator[Bucket]:
-    """Yield all weights in buckets of at most `bucket_mb` MiB: no rank holds the whole model.
+    """Yield all weights in buckets of about `bucket_mb` MiB: no rank holds the whole model.
 
     All ranks ask for all buckets, because they gather each tensor together. A bucket is emptied
     when the next is asked for. Names and shapes are those of the checkpoint files: transformers
@@ -74,16 +73,15 @@ def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Itera
     for name in (name for name, _ in tensors if name in state):
         shard = state[name].detach()
         shard = shard.to(dtype) if shard.is_floating_point() else shard
-        mb = shard.numel() * shard.element_size() / 2**20
-        if bucket and size + mb > bucket_mb:
+        whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        bucket += revert(model, {name: whole}).items()
+        size += whole.numel() * whole.element_size() / 2**20
+        if size >= bucket_mb:
             yield bucket
             bucket.clear()
             size = 0.0
-        whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-        bucket += revert(model, {name: whole}).items()
-        size += mb
-    yield bucket
-    bucket.clear()
+    if bucket:
+        yield bucket
 
 
 def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
@@ -119,8 +117,8 @@ def send(
         update_from_distributed(meta, post_all, buckets or ())
         label(post_all, str(meta.version))
         return
-    body: dict[str, Any] = {"model_path": str(meta.directory), "flush_cache": meta.flush_cache}
-    body |= {"weight_version": str(meta.version), "abort_all_requests": False}
+    body = {"model_path": str(meta.directory), "weight_version": str(meta.version)}
+    body |= {"flush_cache": True, "abort_all_requests": False}
     post_all("/update_weights_from_disk", body, timeout=UPDATE_TIMEOUT)
     previous = meta.with_version((meta.version or 0) - 1)
     shutil.rmtree(previous.directory, ignore_errors=True)
@@ -148,11 +146,19 @@ def update_from_distributed(
     with meanwhile(post_all, "/init_weights_update_group", bodies):
         group = join_group(meta.address, port, 0, world, name, backend)
 
-    body = {"group_name": name, "flush_cache": meta.flush_cache}
+    body = {"group_name": name, "flush_cache": True}
     post_all("/begin_weight_update", {})
     try:
         for bucket in buckets:
-            broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
+            tensors = [tensor.to(device).contiguous() for _, tensor in bucket]
+            described = {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                "shapes": [list(tensor.shape) for tensor in tensors],
+            }
+            with meanwhile(post_all, "/update_weights_from_distributed", body | described):
+                for work in [group.broadcast(tensor, 0) for tensor in tensors]:
+                    work.wait()
     finally:
         post_all("/end_weight_update", {})
     with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": name}):
@@ -169,17 +175,6 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
             yield
         finally:
             asked.result()
-
-
-def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    described = {
-        "names": [name for name, _ in bucket],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        "shapes": [list(tensor.shape) for _, tensor in bucket],
-    }
-    with meanwhile(post_all, "/update_weights_from_distributed", body | described):
-        for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
-            work.wait()
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:

@@ -11,12 +11,8 @@ to each head of q and k before the rotation. In a small model every tensor opera
 microsecond, whatever its size, so one product computes q, k and v, and another gate and up.
 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
-and the next turn of a conversation differ only in how many these are. Rows are padded on the left,
-so all end in the last column. For feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1:
-
-    cache    position 0  1  2  3      batch    column 0  1  2  3      position      written to slot
-    slot 1            .  .  .  .      row 0           b0 b1 b2 b3     0  1  2  3     1  1  1  1
-    slot 2            c0 c1 .  .      row 1           -- -- c2 c3     0  1  2  3     x  x  2  2
+and the next turn of a conversation differ only in how many these are. Rows are padded at their
+ends; what padding writes to the cache, the next tokens overwrite before anybody sees it.
 
 *Bits.* A row's logits do not depend on the other rows. Torch picks a kernel by the shapes of the
 matrices, and two kernels may add in different orders. So weights are stored column by column
@@ -35,9 +31,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-
-from inference.tiny.sampling import sample
-from inference.tiny.scheduler import Sequence
 
 SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, the default first
     "model_type": ("llama", "qwen2", "qwen3"),
@@ -72,14 +65,12 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The fields of config.json, and those of its rope_parameters beside them; `eos_token_id` is
-    that of generation_config.json. Raises ValueError for what this pass cannot compute."""
-    path = Path(folder)
-    config = json.loads((path / "config.json").read_text())
+    """The fields of config.json, of its rope_parameters, and of generation_config.json, which may
+    know more tokens that end a text. Raises ValueError for what this pass cannot compute."""
+    path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
+    config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (path / "generation_config.json").is_file():
-        generation = json.loads((path / "generation_config.json").read_text())
-        config["eos_token_id"] = generation.get("eos_token_id")
+    config |= json.loads(generation.read_text()) if generation.is_file() else {}
     for key, works in SUPPORTED.items():
         if (value := config.get(key, works[0])) not in works:
             raise ValueError(f"{key} {value} is not supported, only {', '.join(map(str, works))}")
@@ -148,15 +139,14 @@ class Model:
         self.vocab_size: int = config["vocab_size"]
         self.context_length: int = config["max_position_embeddings"]
         self.heads: int = config["num_attention_heads"]
-        self.groups: int = config.get("num_key_value_heads") or self.heads
+        self.groups: int = config["num_key_value_heads"]
         self.d: int = config.get("head_dim") or config["hidden_size"] // self.heads
         self.eps, self.one = torch.tensor(config["rms_norm_eps"]), torch.ones(1)
         # the angle by which each pair of a head's elements turns per position: (d/2,)
         self.frequencies = 1 / config["rope_theta"] ** (torch.arange(0, self.d, 2) / self.d)
         n_layers: int = config["num_hidden_layers"]
-        # (layers, keys and values, slots, positions, groups, d). Padding is written to the last
-        # slot, and `step` adds positions.
-        self.kv = torch.zeros(n_layers, 2, slots + 1, 64, self.groups, self.d)
+        # (layers, keys and values, slots, positions, groups, d); `step` adds positions
+        self.kv = torch.zeros(n_layers, 2, slots, 64, self.groups, self.d)
 
         self.weights: dict[str, Tensor] = {}  # by their names in the folder
         self.layers = []
@@ -165,13 +155,11 @@ class Model:
             joined = {part: self._fuse(files, prefix, *names) for part, names in LAYER.items()}
             self.layers.append(SimpleNamespace(**joined))
         self.norm = self._fuse(files, "model.", "norm.weight")  # (D,)
-        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-        if config.get("tie_word_embeddings"):
-            head = embedding
-        else:
-            self.weights[embedding] = files[embedding].float()
+        embedding = "model.embed_tokens.weight"
+        self.weights[embedding] = files[embedding].float()
+        head = embedding if config.get("tie_word_embeddings") else "lm_head.weight"
         self.head = self._fuse(files, "", head)  # (D, vocab)
-        self.embedding = self.weights[embedding]  # (vocab, D)
+        self.embedding = self.weights[embedding]  # (vocab, D), a view of the head if they are tied
 
     def _fuse(self, files: Mapping[str, Tensor], prefix: str, *names: str) -> Any:
         """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
@@ -186,19 +174,29 @@ class Model:
         self.weights.update(zip(full, views, strict=True))
         return fused
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, first_slot: int, n_keys: int
-    ) -> Tensor:
-        """Return the logits (rows, vocab) of the last column. `ids`, `positions` and `slots` (where
-        a token's key is written) have the shape (rows, columns). Row r attends to the first n_keys
-        keys of slot first_slot + r."""
-        (rows, columns), heads, groups, d = ids.shape, self.heads, self.groups, self.d
+    @torch.inference_mode()
+    def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
+        """Feed tokens feeds[r] to slot first_slot + r, which caches cached[r] tokens before them.
+        Returns the logits (rows, vocab) of each row's next token."""
+        heads, groups, d = self.heads, self.groups, self.d
+        # Pad at the end; a prefill has a multiple of 8 columns. All are (rows, columns).
+        lengths = [len(feed) for feed in feeds]
+        rows, longest = len(feeds), max(lengths)
+        columns = round_up(longest, FEWEST) if longest > 1 else 1
+        ids = torch.tensor([feed + [0] * (columns - len(feed)) for feed in feeds])
+        positions = torch.tensor(cached)[:, None] + torch.arange(columns)
+        slots = torch.arange(first_slot, first_slot + rows)[:, None]
+
+        # Each row attends to the first n_keys keys of its slot.
+        n_keys, length = key_length(max(cached) + columns), self.kv.shape[3]
+        if n_keys > length:
+            self.kv = F.pad(self.kv, (0, 0, 0, 0, 0, max(n_keys, 2 * length) - length))
+        read = self.kv[:, :, first_slot : first_slot + rows, :n_keys].transpose(3, 4)
         # A token sees the positions up to its own: (rows, 1, columns, n_keys).
         seen = torch.arange(n_keys) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf)
         # e^(i p f): (rows, columns, 1, d/2)
         rotation = torch.polar(self.one, positions[:, :, None, None] * self.frequencies)
-        read = self.kv[:, :, first_slot : first_slot + rows, :n_keys].transpose(3, 4)
 
         x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns
         for w, kv, (keys, values) in zip(self.layers, self.kv, read, strict=True):
@@ -220,39 +218,8 @@ class Model:
             x = x + product(F.silu(gate) * up, w.w_down)
 
         # logits = W_head norm(x)
-        x = x.view(rows, columns, -1)[:, -1]  # (rows, D)
+        x = x.view(rows, columns, -1)[range(rows), [n - 1 for n in lengths]]  # (rows, D)
         return product(rms_norm(x, self.norm, self.eps), self.head)
-
-    @torch.inference_mode()
-    def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
-        """Feed tokens feeds[r] to slot first_slot + r, which caches cached[r] tokens before them.
-        Returns the logits (rows, vocab) of each row's next token."""
-        # 1. Pad on the left; a prefill has a multiple of 8 columns.
-        rows, longest = len(feeds), max(map(len, feeds))
-        columns = round_up(longest, FEWEST) if longest > 1 else 1
-        padded = [token for feed in feeds for token in [0] * (columns - len(feed)) + feed]
-        ids = torch.tensor(padded).view(rows, columns)
-
-        # 2. A row's positions rise by one per column, and padding comes before its first token.
-        ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
-        positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
-        slots = torch.arange(first_slot, first_slot + rows)[:, None]
-        padding = positions < torch.tensor(cached)[:, None]
-        slots = torch.where(padding, self.slots, slots)
-        positions.masked_fill_(padding, 0)
-
-        # 3. Make the cache long enough.
-        n_keys, length = key_length(max(ends)), self.kv.shape[3]
-        if n_keys > length:
-            self.kv = F.pad(self.kv, (0, 0, 0, 0, 0, max(n_keys, 2 * length) - length))
-        return self.forward(ids, positions, slots, first_slot, n_keys)
-
-    @torch.inference_mode()
-    def next_tokens(
-        self, batch: list[Sequence], feeds: list[list[int]], first_slot: int
-    ) -> tuple[list[int], list[float]]:
-        """Feed sequences, and draw a token for each. Return the tokens and their logprobs."""
-        return sample(self.step(feeds, [one.cached for one in batch], first_slot), batch)
 
     @torch.inference_mode()
     def exchange(self, i: int, j: int) -> None:
@@ -261,12 +228,8 @@ class Model:
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model. Raises ValueError, before any weight has changed, if one
-        is missing or has another shape."""
-        for name, own in self.weights.items():
-            if name not in named or named[name].shape != own.shape:
-                raise ValueError(f"{name} is missing, or its shape is not {[*own.shape]}")
-        for name, own in self.weights.items():
-            own.copy_(named[name])
-        # Weights that are not finite leave NaNs in the cache, which no mask hides: 0 * NaN = NaN.
-        self.kv.nan_to_num_(0.0, 0.0, 0.0)
+        """Copy new weights into the model. Raises KeyError or RuntimeError, before any weight has
+        changed, if one is missing or has another size."""
+        pairs = [(own, named[name].view_as(own)) for name, own in self.weights.items()]
+        for own, new in pairs:
+            own.copy_(new)

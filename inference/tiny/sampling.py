@@ -1,4 +1,4 @@
-"""Each sequence draws its next token from its row of logits.
+"""What a request asks for, and how its next token is drawn from its row of logits.
 
 Every draw takes one random number, a hash of (seed of the request, position of the token). So a
 request that was aborted and sent again with its partial output goes on with the same numbers, and
@@ -8,12 +8,64 @@ Log-probabilities are log_softmax(logits / T) after penalties but before top_p a
 that is what the trainer can compute. At T = 0 they are those of T = 1.
 """
 
+import asyncio
 import hashlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from inference.tiny.scheduler import Sequence
+from inference.io_struct import Sampling
+
+
+class SamplingParams(Sampling, strict=True):
+    """SGLang's sampling_params. The last three are not implemented: they accept their default."""
+
+    ignore_eos: bool = False  # no token ends the output, not even one of stop_token_ids
+    sampling_seed: int = Field(default_factory=lambda: random.getrandbits(64))
+    min_p: float = Field(0.0, ge=0, le=0)
+    presence_penalty: float = Field(0.0, ge=0, le=0)
+    repetition_penalty: float = Field(1.0, ge=1, le=1)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The prompt of one POST /generate, and its output so far."""
+
+    rid: str  # the request's id, for /abort_request
+    prompt: list[int]
+    params: SamplingParams
+
+    tokens: list[int] = field(init=False)  # prompt and output
+    logprobs: list[float] = field(default_factory=list)  # one for each output token
+    spans: list[dict[str, Any]] = field(default_factory=list)  # SGLang's weight_versions
+    finish: dict[str, Any] | None = None  # SGLang's finish_reason, once it has ended
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    cached: int = 0  # its first tokens, whose keys are in its slot
+    used: int = 0  # number of the last step that fed it
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    def append(self, token: int, logprob: float, version: str) -> None:
+        """Take over a token; the weights of `version` computed it."""
+        if not self.spans or self.spans[-1]["version"] != version:
+            self.spans.append({"version": version, "start": len(self.logprobs)})
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.spans[-1]["end"] = len(self.logprobs)
+
+    def end(self, reason: dict[str, Any]) -> None:
+        self.finish = reason
+        self.ended.set()
 
 
 def uniform(seed: int, position: int) -> float:
@@ -32,16 +84,17 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
     weights[order[excluded]] = 0
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
     """Return the next token of each sequence, and its logprob. `logits` (n, vocab)."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
 
     # 1. logit_v -= penalty * (how often token v was generated)
-    for i, sequence in enumerate(sequences):
-        if penalty := params[i].frequency_penalty:
+    for row, sequence in zip(logits, sequences, strict=True):
+        if penalty := sequence.params.frequency_penalty:
             output = torch.tensor(sequence.output, dtype=torch.int)
-            logits[i] -= penalty * torch.bincount(output, minlength=vocab)
+            row -= penalty * torch.bincount(output, minlength=vocab)
 
     # 2. log_softmax(logits / T); a temperature below 1e-6 is greedy, as in SGLang
     t = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
@@ -50,9 +103,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
     # 3. top_p and top_k
     weights = logprobs.exp()
-    for i, p in enumerate(params):
+    for row, p in zip(weights, params, strict=True):
         if p.top_p < 1 or p.top_k > 0:
-            truncate(weights[i], p.top_p, p.top_k)
+            truncate(row, p.top_p, p.top_k)
 
     # 4. token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)

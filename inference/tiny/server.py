@@ -13,17 +13,16 @@ parameter is refused: without it the tokens would have another distribution. So 
 the server could not complete, before it is queued.
 
 A request's tokens and logprobs depend on its seed, its prompt and the weights alone. New weights
-are loaded between two steps; whoever wants the running sequences to drop their old keys pauses
-first. A client that hangs up does not end its request: that takes /abort_request. Not here:
-streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA, mixtures
-of experts, and weights by a process group.
+are loaded between two steps, and what runs goes on with them. A client that hangs up does not end
+its request: that takes /abort_request. Not here: streams, texts, several prompts in one request,
+logprobs of prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a
+process group.
 """
 
 import argparse
 import asyncio
 import os
 import random
-import secrets
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Body, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError
@@ -41,7 +40,8 @@ from tokenizers import Tokenizer
 from inference.fields import Refusal
 from inference.serve import check_key, listen, reply, serve
 from inference.tiny.model import Model, read_weights
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.sampling import SamplingParams, Sequence
+from inference.tiny.scheduler import Scheduler
 
 
 class Generate(BaseModel, strict=True):
@@ -49,40 +49,18 @@ class Generate(BaseModel, strict=True):
 
     input_ids: list[int] = Field(min_length=1)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
-    rid: str = Field(default_factory=lambda: secrets.token_hex(16))
+    rid: str = ""
     stream: Literal[False] = False
-
-
-class Abort(BaseModel):
-    rid: str
-
-
-class Pause(BaseModel):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class Load(BaseModel):
-    model_path: str
-    weight_version: str = ""  # empty: it stays
-
-
-class Label(BaseModel):
-    new_version: str
-    abort_all_requests: bool = True
 
 
 async def refuse(_: Request, error: Any) -> Response:
     """Answer 400, or 401 and 403 for a missing or wrong key."""
-    message = str(error)
-    if isinstance(error, RequestValidationError):
-        message = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
-    return reply({"error": {"message": message}}, getattr(error, "status", 400))
+    return reply({"error": {"message": str(error)}}, getattr(error, "status", 400))
 
 
 def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
     """The web application. Everybody may ask for /health, and only who has the key for the rest."""
     model, stepping = scheduler.model, None
-    max_length = min(model.context_length, scheduler.max_total_tokens)
 
     async def check(request: Request) -> None:
         if key and request.url.path != "/health":
@@ -111,37 +89,34 @@ def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
 
     @app.post("/generate")
     async def generate(ask: Generate) -> Response:
-        prompt, vocab = ask.input_ids, model.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise Refusal(f"input_ids: token ids are integers from 0 to {vocab - 1}")
+        prompt, most = ask.input_ids, ask.sampling_params.max_new_tokens
+        if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
+            raise Refusal(f"input_ids: token ids are below {model.vocab_size}, and not negative")
+        if len(prompt) + most > model.context_length:
+            raise Refusal(f"prompt and output are more than {model.context_length} tokens")
         one = Sequence(ask.rid, prompt, ask.sampling_params)
-        if one.most > max_length:
-            limit = f"{max_length}, the context length or --max-total-tokens"
-            raise Refusal(f"prompt and max_new_tokens make {one.most} tokens, more than {limit}")
         scheduler.waiting.append(one)
         wake()
         await one.ended.wait()
         meta = {
-            "id": one.rid,
             "finish_reason": one.finish,
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(one.output),
-            "cached_tokens": one.reused,
-            "num_retractions": one.retractions,
-            "weight_version": (one.versions or [scheduler.version])[-1],
-            "weight_versions": one.spans(),
             "output_token_logprobs": [[*pair, None] for pair in zip(one.logprobs, one.output)],
+            "weight_version": scheduler.version,
+            "weight_versions": one.spans,
         }
         return reply({"output_ids": one.output, "meta_info": meta})  # a stop token stays in them
 
     @app.post("/abort_request")
-    async def abort(ask: Abort) -> Response:
-        scheduler.abort(ask.rid)
+    async def abort(rid: str = Body(embed=True)) -> Response:
+        scheduler.abort(rid)
         return Response()
 
     @app.post("/pause_generation")
-    async def pause(ask: Pause) -> Response:
-        scheduler.pause(ask.mode)
+    async def pause(mode: Literal["abort", "retract"] = Body(embed=True)) -> Response:
+        scheduler.paused = True
+        if mode == "abort":
+            scheduler.abort()
+        scheduler.retract()
         return reply({"status": "ok"})
 
     @app.post("/continue_generation")
@@ -153,19 +128,20 @@ def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
     # New weights
 
     @app.post("/update_weights_from_disk")
-    async def load(ask: Load) -> Response:
+    async def load(model_path: str = Body(), weight_version: str = Body()) -> Response:
         try:
-            model.replace_weights(await asyncio.to_thread(read_weights, ask.model_path))
-        except (OSError, ValueError, SafetensorError) as error:
+            model.replace_weights(await asyncio.to_thread(read_weights, model_path))
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             return reply({"success": False, "message": f"The old weights stay: {error}"}, 400)
-        scheduler.renew(ask.weight_version)
+        scheduler.version = weight_version
+        scheduler.retract()
         return reply({"success": True})
 
     @app.post("/update_weight_version")
-    async def label(ask: Label) -> Response:
-        if ask.abort_all_requests:
+    async def label(new_version: str = Body(), abort_all_requests: bool = Body(True)) -> Response:
+        if abort_all_requests:
             scheduler.abort()
-        scheduler.version = ask.new_version
+        scheduler.version = new_version
         return reply({"success": True})
 
     # What the server tells about itself
@@ -175,7 +151,7 @@ def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
     async def info() -> Response:
         told = {
             "model_path": folder,
-            "max_req_input_len": max_length,
+            "max_req_input_len": model.context_length,
             "weight_version": scheduler.version,
             "state": repr(scheduler),
             "cpu_seconds": time.process_time(),
@@ -198,14 +174,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--api-key", default=key)
     add("--weight-version", default="0", help="version of the weights at start")
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
-    add("--max-total-tokens", type=int, default=65536, help="most tokens of these together")
     add("--seed", type=int, help="of the requests that have none")
     add("--exit-with-parent", action="store_true", help="end when the parent process ends")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal. Prints one line and returns 2 if the server cannot start."""
+def main(argv: list[str] | None = None) -> None:
+    """Serve until a signal. Raises SystemExit with the reason if the server cannot start."""
     args = parse_args(argv)
     torch.set_num_threads(1)
     random.seed(args.seed)  # gives a seed to each request that has none
@@ -215,14 +190,12 @@ def main(argv: list[str] | None = None) -> int:
         # Without transformers, which takes a second to import.
         tokenizer = Tokenizer.from_buffer(Path(args.model_path, "tokenizer.json").read_bytes())
     except (OSError, ValueError, KeyError, SafetensorError) as problem:
-        print("error:", " ".join(str(problem).split())[:300], file=sys.stderr)
-        return 2
+        sys.exit(f"error: {problem}")
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    scheduler = Scheduler(model, args.max_total_tokens, args.weight_version, decode)
+    scheduler = Scheduler(model, args.weight_version, decode)
     app = create_app(scheduler, args.model_path, args.api_key)
     serve(app, listener, args.exit_with_parent)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

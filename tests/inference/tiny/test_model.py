@@ -144,13 +144,13 @@ def test_no_weight_is_stored_twice(path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_change_nothing(tiny_model_dir: Path) -> None:
-    """A missing weight or a wrong shape is refused before anything is copied."""
+    """A missing weight or one of another size is refused before anything is copied."""
     model = Model(str(tiny_model_dir), 2)
     before = {name: tensor.clone() for name, tensor in model.weights.items()}
     name = "model.norm.weight"  # the last one to be compared
     changed = {n: t + 1 for n, t in before.items()}
     for wrong in ({}, changed | {name: torch.zeros(1)}):
-        with pytest.raises(ValueError, match="missing, or its shape"):
+        with pytest.raises((KeyError, RuntimeError)):
             model.replace_weights(wrong)
     assert all(torch.equal(tensor, before[n]) for n, tensor in model.weights.items())
 

@@ -17,13 +17,12 @@ import torch
 from conftest import ROOT, StartServer, forward_logprobs, free_port, wait_until_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from engine import RemoteInfEngine
 from inference.tiny import server
 from inference.tiny.model import Model, read_weights
-from inference.tiny.sampling import sample, uniform
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.sampling import SamplingParams, Sequence, sample, uniform
+from inference.tiny.scheduler import Scheduler
 
 PROMPT = list(range(60, 80))
 
@@ -40,55 +39,29 @@ def sequence(rid: str, prompt: list[int], new: int, seed: int = 0, **params: Any
 
 def run(model: Model, *sequences: Sequence, scheduler: Scheduler | None = None) -> Scheduler:
     """Run the sequences to their ends."""
-    scheduler = scheduler or Scheduler(model, 10_000, "0", str)
+    scheduler = scheduler or Scheduler(model, "0", str)
     scheduler.waiting += sequences
     while scheduler.step():
         pass
     return scheduler
 
 
-# Versions
-
-
-def update(scheduler: Scheduler, weights: Path, version: str) -> None:
-    scheduler.model.replace_weights(read_weights(str(weights)))
-    scheduler.renew(version)
-
-
-def test_keys_of_old_weights_are_not_reused(tiny: Model, other_model_dir: Path) -> None:
-    """A sequence that an update interrupts in place leaves keys of two versions behind."""
-    scheduler = Scheduler(tiny, 10_000, "0", str)
-    scheduler.waiting.append(sequence("old", PROMPT, 8))
+def test_new_weights_compute_every_key_anew(tiny: Model, other_model_dir: Path) -> None:
+    """What an update interrupts goes on, and old keys serve neither it nor the next request."""
+    scheduler = Scheduler(tiny, "0", str)
+    before, one, again = (sequence(str(new), PROMPT, new) for new in (2, 8, 4))
+    scheduler.waiting += before, one
     scheduler.step()
-    scheduler.pause("in_place")
-    update(scheduler, other_model_dir, "1")
-    scheduler.paused = False
-    run(tiny, scheduler=scheduler)
-    again = sequence("again", PROMPT, 4)
+    scheduler.step()
+    assert (bool(before.finish), len(scheduler.running)) == (True, 1)
+    tiny.replace_weights(read_weights(str(other_model_dir)))
+    scheduler.version = "1"
+    scheduler.retract()
     run(tiny, again, scheduler=scheduler)
-    assert again.reused == 0
-    expected = forward_logprobs(other_model_dir, again.tokens)[len(PROMPT) :]
-    assert again.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("factor", [float("nan"), 3e38])
-def test_weights_that_are_not_finite_leave_nothing_behind(
-    tiny_model_dir: Path, tmp_path: Path, factor: float
-) -> None:
-    """After NaN or infinity in a slot, finite weights give correct logprobs in it."""
-    named = read_weights(str(tiny_model_dir))
-    bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
-    save_file(bad, tmp_path / "model.safetensors")
-    model = Model(str(tiny_model_dir), slots=1)
-    scheduler = Scheduler(model, 10_000, "0", str)
-    update(scheduler, tmp_path, "1")
-    run(model, sequence("long", PROMPT, 8), scheduler=scheduler)
-    assert not model.kv.isfinite().all()
-    update(scheduler, tiny_model_dir, "2")
-    short = sequence("short", PROMPT[:3], 4)
-    run(model, short, scheduler=scheduler)
-    expected = forward_logprobs(tiny_model_dir, short.tokens)[3:]
-    assert short.logprobs == pytest.approx(expected, abs=1e-4)
+    assert [(span["version"], span["end"]) for span in one.spans] == [("0", 2), ("1", 8)]
+    for sent, first in ((one, 2), (again, 0)):
+        expected = forward_logprobs(other_model_dir, sent.tokens)[len(PROMPT) + first :]
+        assert sent.logprobs[first:] == pytest.approx(expected, abs=1e-4)
 
 
 # Seeds and batches
@@ -108,17 +81,23 @@ def test_every_kind_of_request_gets_a_forward_pass(tiny: Model, tiny_model_dir: 
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def record_feeds(model: Model, monkeypatch: Any) -> list[list[int]]:
+    """How many tokens each step feeds to each sequence, from now on."""
+    fed, step = [], model.step
+
+    def recorded(feeds: list[list[int]], cached: list[int], first: int) -> Any:
+        fed.append([len(feed) for feed in feeds])
+        return step(feeds, cached, first)
+
+    monkeypatch.setattr(model, "step", recorded)
+    return fed
+
+
 def test_a_step_feeds_a_bounded_number_of_tokens(tiny_model_dir: Path, monkeypatch: Any) -> None:
     """The memory of a mask grows with the square of what a step feeds, so a long prompt takes
     several steps."""
     tiny = Model(str(tiny_model_dir), slots=12)
-    fed, next_tokens = [], tiny.next_tokens
-
-    def counted(batch: list[Sequence], feeds: list[list[int]], first: int) -> Any:
-        fed.append([len(feed) for feed in feeds])
-        return next_tokens(batch, feeds, first)
-
-    monkeypatch.setattr(tiny, "next_tokens", counted)
+    fed = record_feeds(tiny, monkeypatch)
     run(tiny, *[sequence(str(i), [i] * (300 - 10 * i), 2) for i in range(10)])
     assert max(map(max, fed)) == 128
     assert max(len(row) for row in fed if max(row) > 1) == 8
@@ -151,15 +130,16 @@ def test_an_aborted_request_goes_on_with_its_own_noise(tiny: Model) -> None:
     assert rest.tokens == whole.tokens
 
 
-def test_a_reused_prefix_equals_a_fresh_prefill(tiny: Model) -> None:
+def test_a_reused_prefix_equals_a_fresh_prefill(tiny: Model, monkeypatch: Any) -> None:
     """The next turn of a conversation reuses its keys, and gets the same tokens and bits."""
     turn = sequence("turn 1", PROMPT, 10, seed=1)
     scheduler = run(tiny, turn, sequence("another", PROMPT[::-1], 30))
     prompt = [*turn.tokens, 5, 6, 7]
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
+    fed = record_feeds(tiny, monkeypatch)
     run(tiny, reused, scheduler=scheduler)
+    assert fed[0] == [4]  # the last token of turn 1, and three new ones
     run(tiny, fresh)
-    assert (reused.reused, fresh.reused) == (len(turn.tokens) - 1, 0)  # turn 1's last was not fed
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == fresh.logprobs
 
@@ -222,8 +202,7 @@ def test_penalties_count_the_output() -> None:
 EVENTS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 6), st.integers(1, 5)),
     st.tuples(st.just("abort"), st.integers(0, 12)),
-    st.tuples(st.just("pause"), st.sampled_from(["abort", "retract", "in_place"])),
-    st.tuples(st.sampled_from(["continue", "update", "step", "step"])),
+    st.tuples(st.sampled_from(["pause", "continue", "update", "step", "step"])),
 )
 
 
@@ -233,7 +212,7 @@ class Play:
     slots, chunk, eos = 3, 2, frozenset[int]()
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler(self, 20, "0", str)
+        self.scheduler = Scheduler(self, "0", str)
         self.requests: list[Sequence] = []
         self.tags: dict[str, list[str]] = {}  # by request: the version of each output token
         self.lengths: dict[str, int] = {}  # by request: its output's length when it ended
@@ -242,19 +221,19 @@ class Play:
     def exchange(self, i: int, j: int) -> None:
         self.kv[i], self.kv[j] = self.kv[j], self.kv[i]
 
-    def next_tokens(self, batch: list[Sequence], feeds: list[list[int]], first: int) -> Any:
+    def step(self, feeds: list[list[int]], cached: list[int], first: int) -> torch.Tensor:
         version = self.scheduler.version
+        batch = self.scheduler.slots[first : first + len(feeds)]
         for i, (one, fed) in enumerate(zip(batch, feeds, strict=True), first):
-            cached = self.kv[i][: one.cached]
-            assert self.scheduler.slots[i] is one
-            assert [token for token, _ in cached] == one.tokens[: one.cached]
-            assert one.stale or {v for _, v in cached} <= {version}
+            kept = self.kv[i][: one.cached]
+            assert [token for token, _ in kept] == one.tokens[: one.cached]
+            assert {v for _, v in kept} <= {version}
             assert fed
             assert fed == one.tokens[one.cached :][:2]
-            self.kv[i] = cached + [(token, version) for token in fed]
+            self.kv[i] = kept + [(token, version) for token in fed]
             if one.cached + len(fed) == len(one.tokens):
                 self.tags[one.rid].append(version)
-        return [len(one.tokens) for one in batch], [0.0] * len(batch)
+        return only([len(one.tokens) for one in batch])
 
     def do(self, event: tuple) -> None:
         scheduler = self.scheduler
@@ -266,23 +245,21 @@ class Play:
                 scheduler.waiting.append(one)
             case ("abort", i):
                 scheduler.abort(str(i))
-            case ("pause", mode):
-                scheduler.pause(mode)
-            case ("continue",):
-                scheduler.paused = False
+            case ("pause" | "continue" as name,):
+                scheduler.paused = name == "pause"
             case ("update",):
-                scheduler.renew(str(int(scheduler.version) + 1))
+                scheduler.version = str(int(scheduler.version) + 1)
+                scheduler.retract()
             case ("step",):
                 scheduler.step()
         self.check()
 
     def check(self) -> None:
         running = self.scheduler.running
-        assert sum(len(one.prompt) + one.params.max_new_tokens for one in running) <= 20
         for one in self.requests:
             n = len(one.logprobs)
             assert one.tokens == list(range(len(one.prompt) + n))
-            told = [s["version"] for s in one.spans() for _ in range(s["start"], s["end"])]
+            told = [s["version"] for s in one.spans for _ in range(s["start"], s["end"])]
             assert told == self.tags[one.rid], "spans name the version that computed each token"
             assert one.ended.is_set() == bool(one.finish)
             if one.finish:
@@ -290,11 +267,16 @@ class Play:
             assert (one in running) + (one in self.scheduler.waiting) == (not one.finish)
 
 
+def only(tokens: list[int]) -> torch.Tensor:
+    """Logits with which each row draws its token."""
+    return 999.0 * torch.nn.functional.one_hot(torch.tensor(tokens), 300)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> None:
-    """In any order of events, spans cover the tokens, each slot holds the keys that the scheduler
-    believes, and the running requests never need more than max_total_tokens."""
+    """In any order of events, spans cover the tokens, and each slot holds the keys that the
+    scheduler believes."""
     play = Play()
     for event in (*events, ("continue",), *[("step",)] * 150, ("update",), *[("step",)] * 300):
         play.do(event)
@@ -318,9 +300,9 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     text = before + stops[0] + after
     left = iter(tiny_tokenizer.encode(text))
     model = SimpleNamespace(
-        slots=1, chunk=99, eos=(), exchange=None, next_tokens=lambda b, f, i: ([next(left)], [0.0])
+        slots=1, chunk=99, eos=(), exchange=None, step=lambda *_: only([next(left)])
     )
-    scheduler = Scheduler(model, 10_000, "0", tiny_tokenizer.decode)
+    scheduler = Scheduler(model, "0", tiny_tokenizer.decode)
     one = sequence("a", [1], 5_000, stop=stops)
     scheduler.waiting.append(one)
     while not one.finish:
@@ -339,9 +321,8 @@ def post(url: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response
 
 
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """With --api-key only health checks need none. The engine sends it with every request, and
-    learns how many tokens --max-total-tokens allows."""
-    url = start_tiny_server("--api-key", "secret", "--max-total-tokens", "100")
+    """With --api-key only health checks need none. The engine sends it with every request."""
+    url = start_tiny_server("--api-key", "secret")
     for name in (
         "generate",
         "pause_generation",
@@ -353,13 +334,7 @@ def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
         assert post(url, f"/{name}", headers=wrong).status_code == 403, name
     assert httpx.get(url + "/server_info").status_code == 401
     assert httpx.get(url + "/health").status_code == 200
-    engine = RemoteInfEngine([url], key="secret")
-    engine.initialize()
-    assert engine.context_length == 100
-    key = {"authorization": "Bearer secret"}
-    for length, status in ((99, 200), (100, 400)):
-        ask: Any = {"input_ids": [1] * length, "sampling_params": {"max_new_tokens": 1}}
-        assert post(url, "/generate", ask, headers=key).status_code == status
+    RemoteInfEngine([url], key="secret").initialize()
 
 
 BAD: list[dict[str, Any]] = [
@@ -374,7 +349,6 @@ BAD: list[dict[str, Any]] = [
 ]
 BAD_PARAMETERS: list[dict[str, Any]] = [
     {"temperature": "hot"},
-    {"temperature": 2**63},
     {"max_new_tokens": 0},
     {"max_new_tokens": 2048},
     {"top_k": 2**31},
@@ -427,15 +401,14 @@ def test_bad_weights_change_nothing(tiny_server: str, tiny_model_dir: Path, tmp_
 
 
 def test_what_cannot_start_says_so_in_one_line(
-    tiny_model_dir: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """A port in use, no model, a damaged one: exit code 2 and the reason."""
 
     def say(folder: Path, port: int) -> str:
-        assert server.main(["--model-path", str(folder), "--port", str(port)]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        return said
+        with pytest.raises(SystemExit) as caught:
+            server.main(["--model-path", str(folder), "--port", str(port)])
+        return caught.value.code
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
