@@ -180,7 +180,6 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
         session = await harness.start(task_id)
         for _ in range(2):
             await harness.chat(session, HELLO)
-        assert {request.session for request in harness.engine.requests} == {session}
         return [request.gconfig.seed for request in harness.engine.requests]
 
     assert await seeds("7") == await seeds("7") == [call_seed(1, "7", 0), call_seed(1, "7", 1)]

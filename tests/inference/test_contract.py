@@ -177,7 +177,6 @@ def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
     """The ids and logprobs of an answer, which has the ids twice."""
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == answer["output_ids"]
-    assert answer["meta_info"]["completion_tokens"] == len(entries)
     return answer["output_ids"], [entry[0] for entry in entries]
 
 
@@ -204,7 +203,6 @@ def test_a_request_runs_to_its_length(server: Server) -> None:
     meta = answer["meta_info"]
     assert len(outputs(answer)[0]) == 8
     assert meta["finish_reason"] == {"type": "length", "length": 8}
-    assert (meta["id"], meta["prompt_tokens"]) == ("contract-length", len(PROMPT))
     assert_spans(answer, [server.version()])
 
 
@@ -286,10 +284,10 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
     assert longest - 8 <= engine.context_length <= longest
     for new in (1, 5):
         prompt = (PROMPT * longest)[: engine.context_length - new]
-        gconfig = GenerationHyperparameters(max_new_tokens=new)
+        gconfig = GenerationHyperparameters(max_new_tokens=9)  # more than the context has
         answer = asyncio.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
         assert answer.output_len == new or answer.stop_reason == "stop"
-    with pytest.raises(EngineError, match="outside the vocabulary"):
+    with pytest.raises(EngineError, match="an id is outside"):
         asyncio.run(engine.agenerate(ModelRequest([config.vocab_size])))
 
 
@@ -320,32 +318,10 @@ def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any])
     return pending.result(120)
 
 
-@pytest.mark.parametrize(("mode", "retractions"), [("retract", 1), ("in_place", 0)])
-def test_a_paused_request_goes_on_where_it_was(server: Server, mode: str, retractions: int) -> None:
-    """In mode `in_place` it even keeps its KV cache."""
-    answer = interrupted(server, f"contract-{mode}", mode, lambda: None)
+def test_a_retracted_request_goes_on_where_it_was(server: Server) -> None:
+    """It loses no token."""
+    answer = interrupted(server, "contract-retract", "retract", lambda: None)
     assert len(server.check(answer)) == LONG
-    assert answer["meta_info"]["num_retractions"] == retractions
-
-
-def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> None:
-    """After a pause a waiting request starts before the interrupted ones.
-
-    On a busy machine these may be complete before the check, so there are twenty attempts.
-    """
-    for _ in range(20):
-        running = [server.send(None, LONG // 2) for _ in range(SLOTS)]
-        waiting = server.send(None, 1, PROMPT[:3])
-        server.done("/pause_generation", mode="retract")
-        server.done("/continue_generation")
-        assert len(outputs(waiting.result(60))[0]) == 1
-        server.done("/pause_generation", mode="abort")
-        server.done("/continue_generation")
-        ran = [answer.result(60) for answer in running]
-        retracted = any(answer["meta_info"]["num_retractions"] for answer in ran)
-        if retracted and {*map(reason, ran)} == {"abort"}:
-            return
-    pytest.fail("the waiting request was never answered before the interrupted ones")
 
 
 def test_a_new_request_waits_out_a_pause(server: Server) -> None:
@@ -402,10 +378,8 @@ class Other:
             for parameter in self.model.parameters():
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
 
-    def send(
-        self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False
-    ) -> None:
-        engine = RemoteInfEngine([self.server.url], pause_mode=pause_mode)
+    def send(self, mode: str, model: Any, version: str, fail: bool = False) -> None:
+        engine = RemoteInfEngine([self.server.url])
         meta = WeightUpdateMeta(mode=mode, path=str(self.folder), version=int(version))
         if mode == "disk":
             weights.write_checkpoint(model.state_dict(), self.server.model_path, meta.directory)
@@ -447,22 +421,19 @@ def assert_serves(server: Server, model: Any, version: str) -> None:
     assert lead.max() < 2 * server.tolerance  # greedy, up to rounding
 
 
-@pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
 @pytest.mark.parametrize("mode", ["disk", "distributed"])
 def test_new_weights_arrive_while_somebody_generates(
     server: Server, other: Other, mode: str, pause_mode: str
 ) -> None:
-    """A running request keeps its tokens, and each logprob is that of its version's weights.
-
-    After an update in mode `in_place` a token depends on both weights, so it is not checked.
-    """
+    """A running request keeps its tokens, and each logprob is that of its version's weights."""
     if mode == "distributed" and not server.broadcasts:
         pytest.skip("the small server has no process group")
     old, new = server.version(), server.next_version()
     rid = f"contract-{mode}-{pause_mode}"
 
     def update() -> None:
-        other.send(mode, other.model, new, pause_mode)
+        other.send(mode, other.model, new)
 
     answer = interrupted(server, rid, pause_mode, update)
     ids, logprobs = outputs(answer)
@@ -476,8 +447,7 @@ def test_new_weights_arrive_while_somebody_generates(
     by_old = server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :]
     by_new = server.logprobs(PROMPT + ids, model=other.model)[len(PROMPT) - 1 :]
     assert logprobs[:cut] == pytest.approx(by_old[:cut], abs=server.tolerance)
-    if pause_mode == "retract":
-        assert logprobs[cut:] == pytest.approx(by_new[cut:], abs=server.tolerance)
+    assert logprobs[cut:] == pytest.approx(by_new[cut:], abs=server.tolerance)
     assert_serves(server, other.model, new)
 
 

@@ -68,8 +68,8 @@ class Machines:
         return RemoteInfEngine([A, B], transport=httpx.MockTransport(self), sleep=sleep)
 
 
-def ask(engine: RemoteInfEngine, session: str = "s") -> list[int]:
-    request = ModelRequest([1], session=session)
+def ask(engine: RemoteInfEngine, task: str = "s") -> list[int]:
+    request = ModelRequest([1], call=f"{task}.0")
     return asyncio.run(engine.agenerate(request)).output_versions
 
 
