@@ -1,6 +1,5 @@
 """New weights reach every server wholly or not at all; none goes while a server reads it."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -16,14 +15,12 @@ from typing import Any, ClassVar
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, forward_logprobs, make_byte_model
+from conftest import ROOT, make_byte_model
 from safetensors.torch import load_file
 from trainers import make_family
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import RemoteInfEngine
 from inference import weights
-from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta, join_group, named_buckets, send, write_checkpoint
 from run.config import PPOActorConfig
 from training.actor import FSDPEngine, FSDPPPOActor
@@ -32,22 +29,6 @@ from training.actor import FSDPEngine, FSDPPPOActor
 @pytest.fixture
 def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict()
-
-
-class Servers:
-    """Its `post_all` records each call, and what the folder `root` has at that time."""
-
-    def __init__(self, root: Path, error: str | None = None) -> None:
-        self.root, self.error = root, error
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.on_disk: list[set[str]] = []
-
-    def post_all(self, path: str, body: dict[str, Any], timeout: float = 0.0) -> list[dict]:
-        self.asked.append((path, body))
-        self.on_disk.append({entry.name for entry in self.root.iterdir()})
-        if self.error:
-            raise RuntimeError(self.error)
-        return [{"success": True}]
 
 
 # The folder
@@ -93,29 +74,32 @@ def test_a_crash_half_way_is_never_seen(
 
 
 def test_the_old_version_outlives_the_loading(tmp_path: Path):
-    """Version 1 goes only when every server has version 2, and nothing but old versions goes."""
-    for name in ("v1", "v2", "vocabulary", "notes"):
+    """Version 1 goes only when every server has version 2, because one that failed may still be
+    reading either; and nothing but old versions goes."""
+    for name in ("v1", "v2", "vocabulary"):
         (tmp_path / name).mkdir()
-    servers = Servers(tmp_path)
-    send(WeightUpdateMeta(path=str(tmp_path)).with_version(2), servers.post_all)
+    meta, on_disk = WeightUpdateMeta(path=str(tmp_path)).with_version(2), {"v2", "vocabulary"}
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def post_all(path: str, body: dict[str, Any], timeout: float = 0.0) -> list[dict]:
+        assert {entry.name for entry in tmp_path.iterdir()} == {"v1", *on_disk}
+        asked.append((path, body))
+        if len(asked) == 2:
+            raise RuntimeError("b is gone")
+        return []
+
+    with pytest.raises(RuntimeError, match="b is gone"):
+        send(meta, post_all)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"v1", *on_disk}
+    send(meta, post_all)
+    assert {entry.name for entry in tmp_path.iterdir()} == on_disk
     disk = {"model_path": str(tmp_path / "v2"), "abort_all_requests": False, "flush_cache": True}
     label = {"new_version": "2-incomplete", "abort_all_requests": False}
-    assert servers.asked == [
+    update = [
         ("/update_weight_version", label),
         ("/update_weights_from_disk", disk | {"weight_version": "2"}),
     ]
-    assert "v1" in servers.on_disk[1]
-    assert {entry.name for entry in tmp_path.iterdir()} == {"v2", "vocabulary", "notes"}
-
-
-def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
-    """A server may still be reading the old or the new version."""
-    for name in ("v1", "v2"):
-        (tmp_path / name).mkdir()
-    meta = WeightUpdateMeta(path=str(tmp_path), version=2)
-    with pytest.raises(RuntimeError, match="b is gone"):
-        send(meta, Servers(tmp_path, "b is gone").post_all)
-    assert {entry.name for entry in tmp_path.iterdir()} == {"v1", "v2"}
+    assert asked == update * 2
 
 
 class Watched:
@@ -160,54 +144,27 @@ def test_files_are_written_in_the_servers_dtype_before_the_pause(
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
     """Weights are sent and saved under the names of the checkpoint files, although transformers
-    renames and fuses some of them in memory."""
+    renames and fuses some of them in memory. Buckets hold each once, and at most one weight more
+    than the limit."""
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
     engine = FSDPEngine(PPOActorConfig(), path)
     engine.create_process_group()
     engine.initialize()
     engine.save(tmp_path / "saved")
-    sent = [
-        (name, tensor.clone())
-        for bucket in named_buckets(engine.model, torch.float32, 0.01)
-        for name, tensor in bucket
-    ]
+    sent: list[tuple[str, torch.Tensor]] = []
+    lent: list[weakref.ref] = []
+    most = 10_000 + max(4 * weight.numel() for weight in engine.model.parameters())
+    for bucket in named_buckets(engine.model, torch.float32, 10_000 / 2**20):
+        assert all(tensor() is None for tensor in lent), "a bucket is freed before the next"
+        assert sum(4 * tensor.numel() for _, tensor in bucket) <= most
+        sent += [(name, tensor.clone()) for name, tensor in bucket]
+        lent += [weakref.ref(tensor) for _, tensor in bucket]
     engine.destroy()
     assert sorted(name for name, _ in sent) == sorted(source)
     for written in (load_file(tmp_path / "saved" / "model.safetensors"), dict(sent)):
         assert written.keys() == source.keys()
         assert all(torch.equal(written[name], source[name]) for name in source)
-
-
-def test_buckets_hold_the_model_once(tmp_path: Path):
-    """Every weight is in one bucket, no bucket of several is above the limit, and each is freed
-    before the next."""
-    config = Qwen3Config(
-        vocab_size=1000,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        head_dim=16,
-    )
-    config.tie_word_embeddings = True
-    model = AutoModelForCausalLM.from_config(config)
-    sent: list[tuple[str, torch.Tensor]] = []
-    lent: list[weakref.ref] = []
-    buckets = 0
-    for bucket in named_buckets(model, torch.bfloat16, 20_000 / 2**20):
-        assert all(tensor() is None for tensor in lent)
-        size = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-        assert 0 < size <= 20_000 or len(bucket) == 1
-        sent += [(name, tensor.clone()) for name, tensor in bucket]
-        lent += [weakref.ref(pair[1]) for pair in bucket]
-        buckets += 1
-    assert buckets > 3
-    wanted = {name: p.detach() for name, p in model.named_parameters()}
-    assert [name for name, _ in sent] == list(wanted)
-    for name, tensor in sent:
-        assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, wanted[name].bfloat16())
 
 
 # Mode distributed
@@ -383,26 +340,3 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
     assert Receiver.received.keys() == source.keys()
     assert all(torch.equal(Receiver.received[name], source[name] * 0.5) for name in source)
     assert Receiver.labels == ["1-incomplete", "1", "2-incomplete", "2"]
-
-
-def test_a_real_server_serves_what_was_written(
-    tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path
-):
-    """After an update a real server generates with the new weights, and says so."""
-    meta = WeightUpdateMeta(path=str(tmp_path))
-    for version, change in ((1, 0.5), (0, 1.0)):  # version 0 restores the original weights
-        scaled = {name: tensor * change for name, tensor in state.items()}
-        engine = RemoteInfEngine([tiny_server])  # an engine refuses a version below its own
-        engine.initialize()
-        engine.pause()
-        folder = meta.with_version(version).directory
-        write_checkpoint(scaled, tiny_model_dir, folder)
-        engine.update_weights(meta.with_version(version))
-        engine.set_version(version)
-        engine.resume()
-        request = ModelRequest([5, 6], gconfig=GenerationHyperparameters(max_new_tokens=3))
-        response = asyncio.run(engine.agenerate(request))
-        assert set(response.output_versions) == {version}
-        expected = forward_logprobs(folder, [5, 6, *response.output_tokens])[2:]
-        assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
-        engine.destroy()
