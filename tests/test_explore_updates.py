@@ -23,8 +23,8 @@ import train as TRAIN
 
 @pytest.mark.parametrize("bounds", updates.SMALL, ids=str)
 def test_every_order_of_events_keeps_every_property(bounds: UpdateBounds) -> None:
-    """Whatever fails, also when the trainer is killed and a new one takes the servers over."""
-    assert len(explore(UpdateMachine(bounds), keep=False)) > (80 if bounds.deaths else 250)
+    """Whatever fails."""
+    assert len(explore(UpdateMachine(bounds), keep=False)) > 250
 
 
 @pytest.mark.parametrize("bounds", updates.FAR, ids=str)
@@ -43,9 +43,8 @@ def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() ->
 
 
 ONE, ABORT = UpdateBounds(tokens=1), UpdateBounds(pause_mode="abort")
-TWO, AGAIN = UpdateBounds(1, 2, 2, 1, "abort"), UpdateBounds(tokens=1, deaths=1)
-SEGMENT = "segment = parse_segment(answer, self.vocab_size)"
-CONTINUE = 'self.servers.post_all("/continue_generation", {})\n        '
+TWO = UpdateBounds(1, 2, 2, 1, "abort")
+SEGMENT = "segment = parse_segment(answer)"
 NEVER = "await asyncio.Event().wait()"
 MUTANTS = [  # property, bounds, module, code, changed code
     (
@@ -66,7 +65,7 @@ MUTANTS = [  # property, bounds, module, code, changed code
     ("has", ONE, SERVERS, "if failed := [", "if failed := [][:0] and ["),
     ("has", ONE, TRAIN, "        actor.update_weights(meta)\n", ""),
     ("paused", ONE, ENGINE, 'post_all("/continue_generation", {}, timeout=5.0)', "addresses"),
-    ("paused", AGAIN, ENGINE, f"{CONTINUE}with contextlib", "with contextlib"),
+    ("paused", ONE, ENGINE, "self._paused = True", "pass"),
     ("deadlock", ABORT, ENGINE, "await self.sleep(0.5)", NEVER),
     ("deadlock", ONE, ENGINE, "await self.sleep(failures * random.uniform(0.5, 1.0))", NEVER),
 ]

@@ -4,9 +4,8 @@ It runs the shipped `PPOTrainer.push` (train.py), `RemoteInfEngine` (engine.py),
 `send` (inference/). There are two engines: the trainer's pushes versions, the proxy's has the
 request.
 Between two calls of the trainer a server may generate a token, die, or restart with its first
-weights; a connection may break, an answer may be lost, and the trainer may die with its proxy. Then
-a new trainer takes the servers over. Only the servers are stand-ins: the id of each token is the
-version of the weights that computed it. The properties:
+weights; a connection may break, and an answer may be lost. Only the servers are stand-ins: the id
+of each token is the version of the weights that computed it. The properties:
 
     `label`     Every token has the version of the weights that computed it, and none is newer than
                 the version that the proxy was told.
@@ -50,17 +49,12 @@ class PathEnds(BaseException):
     """All events of the path have happened."""
 
 
-class TrainerDies(BaseException):
-    """Raised in the trainer's code when it dies."""
-
-
 class UpdateBounds(NamedTuple):
     servers: int = 1
     versions: int = 1  # updates
     tokens: int = 2  # that the request asks for
     faults: int = 1  # deaths of servers, broken connections, lost answers and errors together
     pause_mode: str = "retract"
-    deaths: int = 0  # of the trainer
 
 
 @dataclass(eq=False)
@@ -68,11 +62,10 @@ class Generation:
     """A request at a server: for each token the version of the weights, and the server's label."""
 
     limit: int
-    answered: asyncio.Future | None = None  # with the answer, or with None for a broken connection
+    answered: asyncio.Future  # with the answer, or with None for a broken connection
     tokens: list[tuple[int, str]] = field(default_factory=list)
 
     def end(self, answer: dict[str, Any] | None) -> None:
-        assert self.answered is not None
         if not self.answered.done():
             self.answered.set_result(answer)
 
@@ -119,24 +112,20 @@ class Server:
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
         """Do what a control call says, as a real server does."""
-        if path == "/generate":  # the probe of `initialize`
-            return Generation(1, None, [(self.weights, self.label)]).answer(self.label, "length")
         if path == "/pause_generation":
             self.paused = True
         elif path == "/continue_generation":
             self.paused = False
         elif path == "/update_weight_version":
             self.label = body["new_version"]
-        elif path == "/end_weight_update":
-            raise EngineError("no update is open", 503)
         elif path == "/update_weights_from_disk":
             self.weights, self.restarted = int(Path(body["model_path"]).name[1:]), False
             self.label = body.get("weight_version") or self.label
         if path == "/abort_request":
             self.abort([body["rid"]])
-        elif body and (body.get("mode") == "abort" or body.get("abort_all_requests")):
+        elif body.get("mode") == "abort":
             self.abort([*self.running])
-        return {"model_path": "none"}
+        return {}
 
 
 class Wires:
@@ -145,11 +134,8 @@ class Wires:
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
-        self.dead = False  # with its process
 
     async def call(self, url: str, body: Any = None, timeout: float = 0.0) -> dict[str, Any]:
-        if self.dead:
-            return {}
         name, _, path = url.removeprefix("http://").partition("/")
         outcome = self.world.wait_for_trainer(url, body) if self.of_trainer else TRAINER[0]
         if name == "proxy":
@@ -160,11 +146,11 @@ class Wires:
         if outcome == TRAINER[2] and server.alive:
             raise EngineError(f"{url} answered 500", 503)
         answer: dict[str, Any] | None = None
-        if server.alive and path == "generate" and not self.of_trainer:
+        if server.alive and path == "generate":
             limit = body["sampling_params"]["max_new_tokens"]
             generation = Generation(limit, self.world.loop.create_future())
             server.running[body["rid"]] = generation
-            answer = await generation.answered  # type: ignore[misc]
+            answer = await generation.answered
         elif server.alive:
             answer = server.post(f"/{path}", body)
         if path == "generate":
@@ -197,25 +183,19 @@ class World(engine.Hooks):
 
     def __init__(self, bounds: UpdateBounds, modules: dict[str, ModuleType], folder: str) -> None:
         self.bounds, self.modules, self.folder, self.loop = bounds, modules, folder, StillLoop()
-        self.faults, self.deaths = bounds.faults, bounds.deaths
+        self.faults = bounds.faults
         self.servers = [Server() for _ in range(bounds.servers)]
         self.pending: tuple[str, Any] | None = None  # URL and body of the trainer's next call
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
         self.version = 0  # of the gate
-        # While above 0, a new trainer has not yet labelled the servers, whose labels may be wrong.
-        self.claiming = 0
         self.broken: Broken | None = None
-        self.make_processes()
-
-    def make_processes(self) -> None:
-        """Make a trainer and a proxy, which knows the trainer's version."""
         self.request: asyncio.Task | None = None
         self.kept: list[tuple[int, int]] = []  # (token, version) of the segments that are complete
         self.asked = 0  # requests for the segment that runs
         self.trainer, self.proxy = self.make_engine(True), self.make_engine(False)
         self.trainer.proxies = SimpleNamespace(proxy_addr="http://proxy", admin_key="")
-        self.told = self.version
+        self.told = 0  # the version that the proxy knows
         self.proxy.set_version(self.told)
 
     def make_engine(self, of_trainer: bool) -> Any:
@@ -285,10 +265,8 @@ class World(engine.Hooks):
         """Apply all events of the path."""
         self.path = iter(path)
         with contextlib.suppress(PathEnds):
-            while not self.trainer_ended:
-                with contextlib.suppress(TrainerDies):
-                    self.train()
-                    self.trainer_ended = True
+            self.train()
+            self.trainer_ended = True
             self.pending = None
             for k, server in enumerate(self.servers):
                 if server.alive and server.paused:
@@ -296,7 +274,7 @@ class World(engine.Hooks):
             self.wait_for_trainer("", None)
 
     def train(self) -> None:
-        """Push every version, as train.py does; after a death, take the servers over first."""
+        """Push every version, as train.py does."""
         rollout, path = self.trainer, self.folder
         actor = SimpleNamespace(
             write_weights=lambda meta: meta.directory.mkdir(parents=True, exist_ok=True),
@@ -305,42 +283,22 @@ class World(engine.Hooks):
         )
         run = SimpleNamespace(actor=actor, engine=rollout)
         trainer: Any = SimpleNamespace(run=run, meta=WeightUpdateMeta(path=path))
-        first = 1
+        rollout.executor = SimpleNamespace(
+            pause=lambda: None,
+            resume=lambda: None,
+            destroy=lambda: None,
+            on_new_version=self.on_new_version,
+        )
         try:
-            if self.deaths < self.bounds.deaths:
-                rollout.take_over()
-                self.claiming = 0
-                rollout.initialize()
-                first = self.version
-            rollout.executor = SimpleNamespace(
-                pause=lambda: None,
-                resume=lambda: None,
-                destroy=lambda: None,
-                on_new_version=self.on_new_version,
-            )
-            for version in range(first, self.bounds.versions + 1):
+            for version in range(1, self.bounds.versions + 1):
                 self.wait_for_trainer("trains", None)
                 self.modules["train"].PPOTrainer.push(trainer, version)
-                self.starting = False
         except EngineError:
             self.failed = True
             if self.request is not None:
                 self.request.cancel()  # the proxy ends with the run
                 self.loop.run()
         rollout.destroy()
-
-    starting = False  # a new trainer has not yet pushed weights, so no agent runs
-
-    def die(self) -> None:
-        """Kill the trainer and the proxy; the servers go on."""
-        self.deaths -= 1
-        self.proxy.servers.call.__self__.dead = True
-        if self.request is not None:
-            self.request.cancel()
-            self.loop.run()
-        self.starting, self.claiming = True, 1
-        self.make_processes()
-        raise TrainerDies
 
     def wait_for_trainer(self, url: str, body: Any) -> str:
         """Apply events until one decides how the trainer's next call ends, and return its name."""
@@ -349,7 +307,7 @@ class World(engine.Hooks):
         self.pending = None if self.trainer_ended else (url, body)
         for event in self.path:
             for k, server in enumerate(self.servers):
-                claims = server.alive and server.label.isdecimal() and not self.starting
+                claims = server.alive and server.label.isdecimal()
                 if claims and int(server.label) != server.weights:
                     self.fail(
                         "has", f"server {k} with weights {server.weights} says {server.label}"
@@ -357,8 +315,6 @@ class World(engine.Hooks):
             if event[0] in TRAINER:
                 self.faults -= event[0] != TRAINER[0]
                 return event[0]
-            if event[0] == "trainer dies":
-                self.die()
             self.apply(event)
         raise PathEnds
 
@@ -395,9 +351,7 @@ class World(engine.Hooks):
                 yield (TRAINER[1],)
                 if self.pending[0].endswith("disk"):
                     yield (TRAINER[2],)
-            if self.deaths:
-                yield ("trainer dies",)
-        if self.request is None and not self.starting:
+        if self.request is None:
             yield ("asks",)
         for k, server in enumerate(self.servers):
             if not server.alive:
@@ -422,11 +376,11 @@ class World(engine.Hooks):
             for s in self.servers
         )
         engines = tuple(
-            (one.servers.newest, one.servers.limit, one._sent, one._paused)
+            (one.servers.newest, one.servers.limit, one._paused)
             for one in (self.trainer, self.proxy)
         )
         request = self.request and (*(self.asked, self.request.done(), len(self.waits)), *self.kept)
-        spent = self.faults, self.deaths, self.claiming, self.starting, self.version, self.told
+        spent = self.faults, self.version, self.told
         return servers, engines, str(self.pending), request, spent, self.trainer_ended, self.failed
 
     def text(self) -> str:
@@ -443,7 +397,7 @@ class World(engine.Hooks):
     @property
     def is_goal(self) -> bool:
         answered = self.request is not None and self.request.done()
-        return self.trainer_ended and (answered or self.starting)
+        return self.trainer_ended and answered
 
 
 @dataclass(eq=False)
@@ -481,19 +435,6 @@ class UpdateMachine(PathMachine):
             servers.run_all, servers.Servers.call, client.logger.disabled = replaced
 
 
-SMALL = (
-    UpdateBounds(tokens=1),
-    UpdateBounds(tokens=1, pause_mode="abort"),
-    UpdateBounds(tokens=1, faults=0, deaths=1),
-)
-LARGE = (
-    UpdateBounds(2, 2, 2, 1),
-    UpdateBounds(2, 1, 2, 2),
-    UpdateBounds(1, 2, 3, 2, "abort"),
-    UpdateBounds(2, 1, 1, 1, deaths=1),
-)
-FAR = (
-    UpdateBounds(3, 4, 6, 6),
-    UpdateBounds(3, 4, 6, 6, "abort"),
-    UpdateBounds(3, 4, 6, 6, deaths=3),
-)
+SMALL = (UpdateBounds(tokens=1), UpdateBounds(tokens=1, pause_mode="abort"))
+LARGE = (UpdateBounds(2, 2, 2, 1), UpdateBounds(2, 1, 2, 2), UpdateBounds(1, 2, 3, 2, "abort"))
+FAR = (UpdateBounds(3, 4, 6, 6), UpdateBounds(3, 4, 6, 6, "abort"))
