@@ -33,15 +33,6 @@ def test_random_walks_far_beyond_the_bounds_keep_every_property(bounds: UpdateBo
     assert len(walk(UpdateMachine(bounds), 0, 100)) > 50
 
 
-def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() -> None:
-    """It has loaded version 1, and restarts with version 0 before the update is over."""
-    on = (("trainer goes on",),)
-    path = on * 4 + (("dies", 0), ("restarts", 0)) + on * 2
-    state = UpdateMachine(UpdateBounds()).run(path)
-    assert state.broken is None
-    assert "0: weights 0, label 0" in state.text
-
-
 ONE, ABORT = UpdateBounds(tokens=1), UpdateBounds(pause_mode="abort")
 TWO = UpdateBounds(1, 2, 2, 1, "abort")
 SEGMENT = "segment = parse_segment(answer)"

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.tiny.model import Model, key_length, product, read_weights
+from inference.tiny.model import Model, key_length, read_weights
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 90,
@@ -98,23 +98,6 @@ def test_bits_do_not_depend_on_neighbours(tiny_model_dir: Path) -> None:
     assert torch.equal(alone, decoded[0])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 128, 129, 300])
-def test_products_have_a_bounded_number_of_rows(rows: int) -> None:
-    """Torch multiplies at most 128 rows at a time, and at least 8 alone."""
-    seen: list[int] = []
-
-    class Counted(torch.Tensor):
-        def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(len(x))
-            return torch.matmul(x, self.as_subclass(torch.Tensor))
-
-    x, w = torch.randn(rows, 48), torch.randn(48, 7)
-    torch.testing.assert_close(product(x, w.as_subclass(Counted)), x @ w)
-    assert seen[0] >= 8
-    assert max(seen) <= 128
-    assert sum(seen) == max(rows, 8)
-
-
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:
     """A row attends to a multiple of 512 keys, plus 0, 64, 128 or 192."""
     for n in range(1, 3000):
@@ -132,15 +115,6 @@ def test_new_weights_replace_all_old_ones(path: Path) -> None:
     save_file(new, file, {"format": "pt"})
     model.replace_weights(read_weights(str(path)))
     assert_computes(model, path)
-
-
-def test_no_weight_is_stored_twice(path: Path) -> None:
-    """The named weights are views of the matrices that the forward pass multiplies."""
-    model = Model(str(path), 2)
-    used = [part for layer in model.layers for part in vars(layer).values() if part is not None]
-    used += [model.norm, model.head, model.embedding]
-    stored = {part.untyped_storage().data_ptr() for part in used}
-    assert {w.untyped_storage().data_ptr() for w in model.weights.values()} == stored
 
 
 def test_weights_that_do_not_fit_change_nothing(tiny_model_dir: Path) -> None:
