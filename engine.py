@@ -39,11 +39,9 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 
 from inference import weights
 from inference.io_struct import (
@@ -74,13 +72,6 @@ class Hooks:
         another segment."""
 
 
-def read_vocab_size(model_path: str) -> int | None:
-    """`vocab_size` of a model's config.json, or None if there is no such folder."""
-    file = Path(model_path) / "config.json"
-    config = orjson.loads(file.read_bytes()) if file.exists() else {}
-    return config.get("text_config", config).get("vocab_size")
-
-
 @dataclass(eq=False)
 class RemoteInfEngine:
     """The client of all inference servers of a run."""
@@ -98,7 +89,6 @@ class RemoteInfEngine:
         self._hooks = self.hooks or Hooks()
         # All that changes during a run:
         self.servers = Servers(self.addresses, self.key, self.transport)
-        self.vocab_size: int | None = None
         self.context_length: int | None = None  # most tokens of prompt and completion
         self.proxies: Any = None  # proxy_addr and admin_key of the proxies, told every version
         self.executor: Any = None  # what starts rollouts: a dispatcher
@@ -180,16 +170,12 @@ class RemoteInfEngine:
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
-        """How many tokens `req` may generate. Raises EngineError (400) for a wrong request; an id
-        outside the vocabulary would crash SGLang."""
-        ids, most, size = req.input_ids, req.gconfig.max_new_tokens, self.vocab_size or 2**31
-        if not ids or not 0 <= min(ids) <= max(ids) < size:
-            raise EngineError(f"the prompt is empty, or an id is outside of 0 to {size - 1}", 400)
-        room = (self.context_length or len(ids) + most) - len(ids)
-        if room < 1:
-            message = f"prompt is too long: {len(ids)} tokens > {self.context_length} maximum"
-            raise EngineError(f"{message} context length", 400, "context_length_exceeded")
-        return min(most, room)
+        """How many tokens `req` may generate. Raises EngineError (400) if it fills the context."""
+        n, most, limit = len(req.input_ids), req.gconfig.max_new_tokens, self.context_length
+        if limit and n >= limit:
+            message = f"prompt is too long: {n} tokens > {limit} maximum context length"
+            raise EngineError(message, 400, "context_length_exceeded")
+        return min(most, limit - n) if limit else most
 
     # ---- control, in the trainer's thread
 
@@ -197,7 +183,6 @@ class RemoteInfEngine:
         """Read the servers' limits, and ask each for one token: its version must be a number and
         its answer have logprobs. Raises EngineError. The arguments that AReaL has are ignored."""
         infos = self.servers.post_all("/server_info")
-        self.vocab_size = read_vocab_size(infos[0]["model_path"])
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
             parse_segment(answer)

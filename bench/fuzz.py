@@ -386,7 +386,7 @@ class Fuzz:
         self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
         self.wire, self.transport, self.honest = Servers(""), make_transport(), 0
         self.targets = []
-        for app in (create_app(None, tokenizer, ""), create_server(NO_SCHEDULER, "")):
+        for app in (create_app(None, tokenizer, ""), create_server(NO_SCHEDULER)):
             for route in app.routes:
                 method, name = min(route.methods - {"HEAD"}), route.path[1:]
                 if isinstance(route, APIRoute):  # of the server, four times: it gets more requests

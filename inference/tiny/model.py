@@ -141,7 +141,7 @@ class Model:
         self.heads: int = config["num_attention_heads"]
         self.groups: int = config["num_key_value_heads"]
         self.d: int = config.get("head_dim") or config["hidden_size"] // self.heads
-        self.eps, self.one = torch.tensor(config["rms_norm_eps"]), torch.ones(1)
+        self.eps = torch.tensor(config["rms_norm_eps"])
         # the angle by which each pair of a head's elements turns per position: (d/2,)
         self.frequencies = 1 / config["rope_theta"] ** (torch.arange(0, self.d, 2) / self.d)
         n_layers: int = config["num_hidden_layers"]
@@ -163,10 +163,10 @@ class Model:
 
     def _fuse(self, files: Mapping[str, Tensor], prefix: str, *names: str) -> Any:
         """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
-        The named weights become views of it, so an update of them changes it, too. None if only
-        another family has them."""
+        The named weights become views of it, so an update of them changes it, too. None if this
+        family does not have them."""
         full = [prefix + name for name in names]
-        if full[0] not in files and full[0].endswith(("q_proj.bias", "_norm.weight")):
+        if full[0] not in files:
             return None
         parts = [files[name].float() for name in full]
         fused = torch.cat([part.t() for part in parts], dim=-1)
@@ -196,7 +196,7 @@ class Model:
         seen = torch.arange(n_keys) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf)
         # e^(i p f): (rows, columns, 1, d/2)
-        rotation = torch.polar(self.one, positions[:, :, None, None] * self.frequencies)
+        rotation = torch.polar(torch.ones(1), positions[:, :, None, None] * self.frequencies)
 
         x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns
         for w, kv, (keys, values) in zip(self.layers, self.kv, read, strict=True):

@@ -42,7 +42,7 @@ class Sequence:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
     spans: list[dict[str, Any]] = field(default_factory=list)  # SGLang's weight_versions
-    finish: dict[str, Any] | None = None  # SGLang's finish_reason, once it has ended
+    finish: str = ""  # why it has ended: stop, length or abort
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     cached: int = 0  # its first tokens, whose keys are in its slot
@@ -63,7 +63,7 @@ class Sequence:
         self.logprobs.append(logprob)
         self.spans[-1]["end"] = len(self.logprobs)
 
-    def end(self, reason: dict[str, Any]) -> None:
+    def end(self, reason: str) -> None:
         self.finish = reason
         self.ended.set()
 

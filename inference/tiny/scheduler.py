@@ -58,7 +58,7 @@ class Scheduler:
         """End the sequences of a request, or all of them. They keep the tokens that they have."""
         for sequence in (*self.running, *self.waiting):
             if rid in (None, sequence.rid):
-                sequence.end({"type": "abort", "message": "Aborted"})
+                sequence.end("abort")
         self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
         self._release()
 
@@ -75,9 +75,7 @@ class Scheduler:
         """Compute one step. Return False if there is nothing to compute."""
         if self.paused:
             return False
-        if not self._behind():
-            self._admit()
-        feeding = self._behind() or range(self.n)
+        feeding = self._behind() or self._admit() or range(self.n)
         if not feeding:
             return False
         first = feeding[0]
@@ -99,9 +97,10 @@ class Scheduler:
         """Return the slots whose sequences have more than one token to feed."""
         return [i for i, one in enumerate(self.running) if len(one.tokens) - one.cached > 1]
 
-    def _admit(self) -> None:
-        """Start waiting sequences. Each gets the idle slot with which it shares the longest prefix;
-        of equals, the one that was idle longest."""
+    def _admit(self) -> list[int]:
+        """Start waiting sequences, and return the slots of those that have a prompt to feed. Each
+        gets the idle slot with which it shares the longest prefix; of equals, the one that was idle
+        longest."""
         end = min(self.n + PREFILL_ROWS, len(self.slots))
         while self.waiting and self.n < end:
             sequence = self.waiting.popleft()
@@ -116,6 +115,7 @@ class Scheduler:
             self._exchange(slot, self.n)
             self.slots[self.n] = sequence
             self.n += 1
+        return self._behind()
 
     def _release(self) -> None:
         """Take ended sequences out of their slots; the one in the highest slot fills each gap."""
@@ -129,16 +129,11 @@ class Scheduler:
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
             self.model.exchange(i, j)
 
-    def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Return SGLang's finish_reason if the last token ends the sequence."""
+    def _finish_reason(self, sequence: Sequence) -> str:
+        """Return why the last token ends the sequence, or "" if it does not."""
         token, params = sequence.tokens[-1], sequence.params
         is_stop = token in self.model.eos or token in params.stop_token_ids
-        if is_stop and not params.ignore_eos:
-            return {"type": "stop", "matched": token}
         text = self.decode(sequence.output) if params.stop else ""
-        for stop in params.stop:
-            if stop in text:
-                return {"type": "stop", "matched": stop}
-        if len(sequence.logprobs) >= params.max_new_tokens:
-            return {"type": "length", "length": len(sequence.logprobs)}
-        return None
+        if (is_stop and not params.ignore_eos) or any(stop in text for stop in params.stop):
+            return "stop"
+        return "length" if len(sequence.logprobs) >= params.max_new_tokens else ""

@@ -23,18 +23,15 @@ import argparse
 import asyncio
 import os
 import random
-import sys
 import time
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from fastapi import Body, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
 from inference.fields import Refusal
@@ -58,7 +55,7 @@ async def refuse(_: Request, error: Any) -> Response:
     return reply({"error": {"message": str(error)}}, getattr(error, "status", 400))
 
 
-def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
+def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
     """The web application. Everybody may ask for /health, and only who has the key for the rest."""
     model, stepping = scheduler.model, None
 
@@ -99,7 +96,7 @@ def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
         wake()
         await one.ended.wait()
         meta = {
-            "finish_reason": one.finish,
+            "finish_reason": {"type": one.finish},
             "output_token_logprobs": [[*pair, None] for pair in zip(one.logprobs, one.output)],
             "weight_version": scheduler.version,
             "weight_versions": one.spans,
@@ -107,65 +104,58 @@ def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
         return reply({"output_ids": one.output, "meta_info": meta})  # a stop token stays in them
 
     @app.post("/abort_request")
-    async def abort(rid: str = Body(embed=True)) -> Response:
+    async def abort(rid: str = Body(embed=True)) -> None:
         scheduler.abort(rid)
-        return Response()
 
     @app.post("/pause_generation")
-    async def pause(mode: Literal["abort", "retract"] = Body(embed=True)) -> Response:
+    async def pause(mode: Literal["abort", "retract"] = Body(embed=True)) -> None:
         scheduler.paused = True
         if mode == "abort":
             scheduler.abort()
         scheduler.retract()
-        return reply({"status": "ok"})
 
     @app.post("/continue_generation")
-    async def resume() -> Response:
+    async def resume() -> None:
         scheduler.paused = False
         wake()
-        return reply({"status": "ok"})
 
     # New weights
 
     @app.post("/update_weights_from_disk")
-    async def load(model_path: str = Body(), weight_version: str = Body()) -> Response:
+    async def load(model_path: str = Body(), weight_version: str = Body()) -> None:
         try:
             model.replace_weights(await asyncio.to_thread(read_weights, model_path))
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            return reply({"success": False, "message": f"The old weights stay: {error}"}, 400)
+        except Exception as error:
+            raise Refusal(f"The old weights stay: {error!r}") from error
         scheduler.version = weight_version
         scheduler.retract()
-        return reply({"success": True})
 
     @app.post("/update_weight_version")
-    async def label(new_version: str = Body(), abort_all_requests: bool = Body(True)) -> Response:
+    async def label(new_version: str = Body(), abort_all_requests: bool = Body(True)) -> None:
         if abort_all_requests:
             scheduler.abort()
         scheduler.version = new_version
-        return reply({"success": True})
 
     # What the server tells about itself
 
     @app.get("/server_info")
     @app.get("/model_info")
-    async def info() -> Response:
-        told = {
-            "model_path": folder,
+    async def info() -> dict[str, Any]:
+        return {
             "max_req_input_len": model.context_length,
             "weight_version": scheduler.version,
             "state": repr(scheduler),
             "cpu_seconds": time.process_time(),
         }
-        return reply(told)
 
     @app.get("/health")
-    async def health() -> Response:
-        return Response()
+    async def health() -> None: ...
 
     return app
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> None:
+    """Serve until a signal."""
     parser = argparse.ArgumentParser(description="A small server with SGLang's HTTP protocol.")
     add, key = parser.add_argument, os.getenv("POCKET_AREAL_SERVER_KEY", "")
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
@@ -176,24 +166,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
     add("--seed", type=int, help="of the requests that have none")
     add("--exit-with-parent", action="store_true", help="end when the parent process ends")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Serve until a signal. Raises SystemExit with the reason if the server cannot start."""
-    args = parse_args(argv)
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     random.seed(args.seed)  # gives a seed to each request that has none
-    try:
-        listener = listen(args.host, args.port, args.api_key)
-        model = Model(args.model_path, args.max_running_requests)
-        # Without transformers, which takes a second to import.
-        tokenizer = Tokenizer.from_buffer(Path(args.model_path, "tokenizer.json").read_bytes())
-    except (OSError, ValueError, KeyError, SafetensorError) as problem:
-        sys.exit(f"error: {problem}")
+    listener = listen(args.host, args.port, args.api_key)
+    model = Model(args.model_path, args.max_running_requests)
+    # Without transformers, which takes a second to import.
+    tokenizer = Tokenizer.from_file(f"{args.model_path}/tokenizer.json")
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    scheduler = Scheduler(model, args.weight_version, decode)
-    app = create_app(scheduler, args.model_path, args.api_key)
+    app = create_app(Scheduler(model, args.weight_version, decode), args.api_key)
     serve(app, listener, args.exit_with_parent)
 
 
