@@ -117,8 +117,8 @@ def send(
         update_from_distributed(meta, post_all, buckets or ())
         label(post_all, str(meta.version))
         return
-    body = {"model_path": str(meta.directory), "weight_version": str(meta.version)}
-    body |= {"flush_cache": True, "abort_all_requests": False}
+    body: dict[str, Any] = {"flush_cache": True, "abort_all_requests": False}
+    body |= {"model_path": str(meta.directory), "weight_version": str(meta.version)}
     post_all("/update_weights_from_disk", body, timeout=UPDATE_TIMEOUT)
     previous = meta.with_version((meta.version or 0) - 1)
     shutil.rmtree(previous.directory, ignore_errors=True)
