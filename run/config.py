@@ -32,7 +32,11 @@ class Keys(BaseModel):
     """A group of keys. Unknown keys and wrong values are errors, also when they are set later."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        validate_assignment=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # server.args=[--cuda-graph-max-bs,128]
+        use_attribute_docstrings=True,
     )
 
 
