@@ -118,8 +118,8 @@ class OptimizerConfig(Keys):
     """memory of the squared gradients"""
     weight_decay: NonNegative = 0.01
     """decay of the weights"""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """course of the learning rate after the warm-up: constant, linear or cosine"""
+    lr_scheduler_type: Literal["constant", "linear"] = "constant"
+    """course of the learning rate after the warm-up: constant, or linear down to a tenth"""
     warmup_steps: CountOrZero = 0
     """steps in which the learning rate rises from 0"""
     gradient_clipping: NonNegative = 1.0

@@ -55,7 +55,6 @@ from training.ranks import join_ranks, share
 from training.tree_attention import cut_trees
 
 LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
-LR_FLOOR = 0.1  # where linear and cosine schedules end, as a share of the peak
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
@@ -65,8 +64,7 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     done = min((step - warmup) / max(max_steps - warmup, 1), 1.0)
-    fallen = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}
-    return 1 - (1 - LR_FLOOR) * fallen[config.lr_scheduler_type]
+    return 1 - (0.9 * done if config.lr_scheduler_type == "linear" else 0)
 
 
 class FSDPEngine:
@@ -314,16 +312,17 @@ class FSDPPPOActor(FSDPEngine):
         A, mask = tokens["advantages"], tokens["loss_mask"]
         loss, stats = self.loss_fn(logp, prox_logp, old_logp, A, mask, **keys)
         if c.entropy_coeff:
-            loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / count
+            loss = loss - c.entropy_coeff * self.anneal * entropy.sum() / count
         if c.kl_ctl or "ref_logp" in tokens:
             means["ref_kl"] = log_ratio(logp, tokens["ref_logp"]).square() / 2  # (N,)
-            loss = loss + self.annealed(c.kl_ctl) * means["ref_kl"].sum() / count
+            loss = loss + c.kl_ctl * self.anneal * means["ref_kl"].sum() / count
         stats = {"loss": loss, **stats, **{key: x.sum() / count for key, x in means.items()}}
         return loss, {key: x.detach() for key, x in stats.items()}
 
-    def annealed(self, coefficient: float) -> float:
-        """The coefficient in this step: with `actor.anneal` it falls linearly to 0."""
-        return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
+    @property
+    def anneal(self) -> float:
+        """What is left of the two terms in this step: with `actor.anneal` it falls to 0."""
+        return max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1.0
 
     def step_lr_scheduler(self) -> None:
         """End a training step: the schedules go on by one."""
