@@ -70,8 +70,8 @@ class RolloutConfig(Keys):
     """episodes per prompt; the same number as gconfig.n_samples"""
     stale: Literal["wait", "mask", "drop"] = "wait"
     """how eta is kept: wait, mask or drop (staleness.py)"""
-    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
-    """how a weight update interrupts the servers: retract, abort or in_place (engine.py)"""
+    pause_mode: Literal["retract", "abort"] = "retract"
+    """how a weight update interrupts the servers: retract or abort (engine.py)"""
     enable_tracing: bool = False
     """write every event of every group to trace.json"""
     dump_to_file: bool = True

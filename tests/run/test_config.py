@@ -30,7 +30,7 @@ def config_of(*words: str) -> TrainConfig:
         (["max_steps"], "max_steps=None"),
         (["max_steps=["], "max_steps: ParserError: while parsing"),
         (["max_steps=0"], "greater than or equal to 1"),
-        (["rollout.pause_mode=now"], "'retract', 'abort' or 'in_place'"),
+        (["rollout.pause_mode=now"], "'retract' or 'abort'"),
         (["rollout.group_size=2", "gconfig.n_samples=3"], "are one key"),
         (["rollout.consumer_batch_size=5", "train_dataset.batch_size=6"], "are one key"),
         (["--config", "gsm8k", "gconfig.top_p=0.9"], "cannot reproduce samples"),
