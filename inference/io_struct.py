@@ -43,28 +43,33 @@ class EngineError(RuntimeError):
 class Sampling(BaseModel):
     """What the engine asks for, and a server understands."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
-    max_new_tokens: int = Field(512, ge=1, lt=2**31, description="most tokens of one answer")
-    temperature: float = Field(1.0, ge=0, description="divisor of the logits; 0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="only the likeliest tokens of this mass")
-    top_k: int = Field(
-        -1, ge=-1, lt=2**31, description="only so many of the likeliest tokens; -1: all"
-    )
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="texts that end an answer"
-    )
-    stop_token_ids: list[int] = Field([], description="tokens that end an answer, with the model's")
-    frequency_penalty: Penalty = Field(
-        0.0, description="off a token's logit, each time it occurred"
-    )
+    max_new_tokens: int = Field(512, ge=1, lt=2**31)
+    """most tokens of one answer"""
+    temperature: float = Field(1.0, ge=0)
+    """divisor of the logits; 0: greedy"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """only the likeliest tokens of this mass"""
+    top_k: int = Field(-1, ge=-1, lt=2**31)
+    """only so many of the likeliest tokens; -1: all"""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """texts that end an answer"""
+    stop_token_ids: list[int] = []
+    """tokens that end an answer, with the model's"""
+    frequency_penalty: Penalty = 0.0
+    """off a token's logit, each time it occurred"""
 
 
 class GenerationHyperparameters(Sampling):
     """How to sample. These are keys of the configuration."""
 
-    n_samples: int = Field(1, ge=1, description="episodes per prompt, the group size")
-    greedy: bool = Field(False, description="always the likeliest token")
+    n_samples: int = Field(1, ge=1)
+    """episodes per prompt, the group size"""
+    greedy: bool = False
+    """always the likeliest token"""
 
     def new(self, **changes: Any) -> Self:
         """A copy with these fields changed."""

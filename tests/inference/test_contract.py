@@ -16,7 +16,6 @@ of mode distributed skip it.
 import asyncio
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -47,11 +46,8 @@ class Server:
 
     def __init__(self, url: str, model_path: str, kind: str) -> None:
         self.url, self.model_path = url, model_path
-        self.streams, self.broadcasts = kind == "sglang", kind != "tiny"
-        self.http, self.pool = (
-            httpx.Client(base_url=url, timeout=120),
-            ThreadPoolExecutor(2 * SLOTS),
-        )
+        self.broadcasts = kind != "tiny"
+        self.http, self.pool = httpx.Client(base_url=url, timeout=120), ThreadPoolExecutor()
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
         self.tolerance = 0.25 if bf16 else 1e-4
@@ -92,29 +88,9 @@ class Server:
         return self.pool.submit(answer)
 
     def start(self, rid: str, max_new_tokens: int = LONG) -> Future:
-        """Send a long request, and return when it has its first token. SGLang streams it; of the
-        small server, a later short request has been answered."""
-        if not self.streams:
-            future = self.send(rid, max_new_tokens)
-            self.generate(1, PROMPT[:3])
-            return future
-        begun = threading.Event()
-
-        def run() -> dict[str, Any]:
-            body, last, rest = self.body(max_new_tokens), dict[str, Any](), b""
-            with self.http.stream(
-                "POST", "/generate", json=body | {"rid": rid, "stream": True}
-            ) as response:
-                for part in response.iter_bytes():
-                    *events, rest = (rest + part).split(b"\n\n")
-                    for event in events:
-                        if event.startswith(b"data: {"):
-                            last = json.loads(event[6:])
-                            begun.set()
-            return last
-
-        future = self.pool.submit(run)
-        assert begun.wait(60)
+        """Send a long request, and return when it has its first token: a later one is answered."""
+        future = self.send(rid, max_new_tokens)
+        self.generate(1, PROMPT[:3])
         return future
 
     def logits(self, ids: list[int], model: Any = None) -> torch.Tensor:
