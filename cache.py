@@ -81,8 +81,8 @@ class InteractionWithTokenLogpReward:
 
     messages: list[Message]
     interaction_id: str = ""
-    template_key: bytes = b""  # of the AgentRequest
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)  # these are of the AgentRequest
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # as the agent received it
@@ -130,13 +130,26 @@ class InteractionWithTokenLogpReward:
         tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}
         return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}
 
-    def __repr__(self) -> str:
-        parent = self.parent.interaction_id if self.parent else None
-        name = f"Interaction({self.interaction_id!r}, turn {self.turn}"
-        return f"{name}, reward={self.reward}, parent={parent!r})"
+    def export(self) -> dict[str, Any]:
+        """What `read_exported` reads."""
+        return {name: getattr(self, name) for name in EXPORTED} | {
+            "tensors": self.to_lists(),
+            "parent": self.parent and self.parent.interaction_id,
+            "model_response": vars(self.tokens),
+        }
+
+
+def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
+    """An interaction whose reward and row are final. Its parent is not set."""
+    fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
+    response = ModelResponse(**exported["model_response"])
+    return InteractionWithTokenLogpReward(**fields, model_response=response)
 
 
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
+# what a row says of a token that was not sampled
+NOT_SAMPLED = {"loss_mask": 0, "logprobs": 0.0, "versions": -1, "turn_ids": -1}
+NOT_SAMPLED |= {"turn_rewards": 0.0, "temperatures": 1.0}
 # what an export copies
 EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
 
@@ -157,19 +170,14 @@ class InteractionCache(dict[str, Interaction]):
         self._discounted = False
 
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
-        """Add a call, and find its parent unless the client named it. Raises ValueError."""
-        if not interaction.messages or interaction_id in self:
-            raise ValueError(f"interaction {interaction_id!r}: no messages, or already there")
-        found, interaction.digest = self.find_parent(interaction.messages)
-        if found:  # keep every message once
-            shared = found.conversation
+        """Add a call, and find its parent."""
+        parent, interaction.digest = self.find_parent(interaction.messages)
+        if parent:  # keep every message once
+            shared = parent.conversation
             interaction.messages = shared + interaction.messages[len(shared) :]
-        interaction.interaction_id = interaction_id
-        interaction.parent = parent = interaction.parent or found
-        interaction.turn = parent.turn + 1 if parent else 0
+            interaction.turn = parent.turn + 1
+        interaction.interaction_id, interaction.parent = interaction_id, parent
         self[interaction_id] = interaction
-        if interaction.model_response:
-            self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
         return interaction
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
@@ -236,10 +244,9 @@ class InteractionCache(dict[str, Interaction]):
         for call in finished:
             is_bare = not (call.tools or call.parent or call in parents)
             call.is_side = is_bare and bool(SIDE.search(call.messages[0]["content"]))
-        openings = {canonical(call.messages[0]) for call in finished if not call.is_side}
+        others = {canonical(call.messages[0]) for call in finished if not call.is_side}
         for call in finished:
-            if call.is_side and (not openings or canonical(call.messages[0]) in openings):
-                call.is_side = False
+            call.is_side &= bool(others) and canonical(call.messages[0]) not in others
 
     # ---- export
 
@@ -299,24 +306,22 @@ def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "input_ids": last.input_tokens + last.output_tokens,
         "attention_mask": [True] * length,
-        "loss_mask": [0] * length,
-        "logprobs": [0.0] * length,
-        "versions": [-1] * length,
-        "turn_ids": [-1] * length,
-        "turn_rewards": [0.0] * length,
-        "temperatures": [1.0] * length,
+        **{key: [value] * length for key, value in NOT_SAMPLED.items()},
         "rewards": leaf.reward or 0.0,
         "truncated": int(last.stop_reason == "length"),
         "side_conversations": int(is_left_out(leaf)),
     }
     for turn, trained in turns:
-        said = turn.tokens
-        span = slice(said.input_len, said.input_len + said.output_len)
+        said, n = turn.tokens, turn.tokens.output_len
         is_trained = trained and said.trains_exactly and not is_left_out(turn)
-        row["loss_mask"][span] = [int(is_trained)] * said.output_len
-        row["logprobs"][span] = said.output_logprobs
-        row["versions"][span] = said.output_versions
-        row["turn_ids"][span] = [turn.turn] * said.output_len
-        row["turn_rewards"][span] = [turn.reward or 0.0] * said.output_len
-        row["temperatures"][span] = [said.temperature] * said.output_len
+        sampled = {
+            "loss_mask": [int(is_trained)] * n,
+            "logprobs": said.output_logprobs,
+            "versions": said.output_versions,
+            "turn_ids": [turn.turn] * n,
+            "turn_rewards": [turn.reward or 0.0] * n,
+            "temperatures": [said.temperature] * n,
+        }
+        for key, values in sampled.items():
+            row[key][said.input_len : said.input_len + n] = values
     return row

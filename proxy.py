@@ -4,15 +4,13 @@ An agent knows one URL, that of its session, and needs to change nothing else. `
 out, and so may the id in the path if it is the API key. "admin" needs the admin key:
 
     POST /grant_capacity (admin)                let one more session start
-    POST /rl/start_session (admin)              {task_id}: start one; `grant`: grant it first;
-                                                `sampling`: defaults of this session
+    POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
+                                                defaults of this session
     POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer one call
-    POST /{id}/v1/messages/count_tokens         how long its prompt would be
     GET  /{id}/v1/models                        the only model, which answers to any name
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
-    POST /export_trajectories (admin)           {session_id, discount, style}, then forget it;
-                                                `rewards`: first set these and end it
+    POST /export_trajectories (admin)           {session_id, discount, style}, then forget it
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
 How a call becomes a prompt, after the model has answered "hello" with "Hi!":
@@ -34,11 +32,11 @@ call during a weight update waits.
 """
 
 import argparse
-import functools
-import hashlib
 import os
 import secrets
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -46,17 +44,17 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from cache import EXPORTED, Interaction, check_style
-from calls.messages import AgentRequest, Refusal, get
+from cache import InteractionCache, check_style
+from calls.messages import AgentRequest, Json, Message, Refusal, check_sampling, get
 from calls.prompts import PromptBuilder, read_text
-from calls.replies import PROTOCOLS, Answer, Protocol
+from calls.replies import PROTOCOLS, Protocol, error_body
 from calls.sessions import ProxyAddress as ProxyAddress
-from calls.sessions import Session, SessionTable
-from calls.tools import THINK, find_parser, opening, parse
+from calls.sessions import Session
+from calls.tools import THINK, find_parser, opening, parse, split_calls
 from calls.turn import EventStream, Turn
 from engine import RemoteInfEngine
-from inference.fields import as_object, import_name
-from inference.io_struct import CallParameters, EngineError, ModelRequest, call_seed
+from inference.fields import import_name
+from inference.io_struct import CallParameters, EngineError, ModelRequest, ModelResponse, call_seed
 from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
 
 
@@ -70,7 +68,7 @@ class Proxy:
         admin_key: str,
         *,
         seed: int | None = None,  # makes the sampling of a run repeatable
-        sampling: dict[str, Any] | None = None,  # defaults of CallParameters
+        sampling: Json | None = None,  # defaults of CallParameters
         tool_call_parser: str | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.admin_key = engine, tokenizer, admin_key
@@ -78,88 +76,91 @@ class Proxy:
         CallParameters(**self.sampling)  # raises for an unknown field
         self.prompts = PromptBuilder(tokenizer)
         self.parser = find_parser(tool_call_parser)
-        self.sessions = SessionTable()
+        self.sessions: dict[str, Session] = {}  # the open and the ended ones
+        self.capacity = 0  # unused grants
 
     # ---- start a session
 
-    async def grant_capacity(self, request: Request) -> Response:
-        check_key(request, self.admin_key)
-        self.sessions.capacity += 1
-        return reply({"capacity": self.sessions.capacity})
+    def grant_capacity(self, body: Json) -> Json:
+        """One more may start, because the dispatcher lets an episode start."""
+        self.capacity += 1
+        return {"capacity": self.capacity}
 
-    async def start_session(self, request: Request) -> Response:
-        check_key(request, self.admin_key)
-        body = await read_json(request)
-        if not isinstance(body.get("task_id"), str | int) or body.get("api_key"):
-            raise Refusal("task_id: a string is needed; api_key: the proxy makes one, leave it out")
-        if get(body, "grant", bool):
-            self.sessions.capacity += 1
-        session = self.sessions.start(str(body["task_id"]), get(body, "sampling", dict))
-        return reply({"session_id": session.session_id, "api_key": session.session_id})
+    def start_session(self, body: Json) -> Json:
+        """A start that fails leaves the grant for the next."""
+        if not isinstance(task_id := body.get("task_id"), str | int):
+            raise Refusal("task_id: a string is needed")
+        sampling = get(body, "sampling", dict, {})
+        check_sampling(sampling, "sampling")
+        if not self.capacity:
+            raise Refusal("session: none may start; POST /grant_capacity first", 429)
+        self.capacity -= 1
+        session = self.start(str(task_id), sampling)
+        return {"session_id": session.session_id, "api_key": session.session_id}
 
-    def start_own_session(self, task_id: str) -> Session:
-        self.sessions.capacity += 1
-        return self.sessions.start(task_id)
+    def start(self, task_id: str, sampling: Json | None = None) -> Session:
+        session = Session(secrets.token_urlsafe(16), task_id, sampling or {}, InteractionCache())
+        self.sessions[session.session_id] = session
+        return session
+
+    def find(self, session_id: Any) -> Session:
+        if session_id not in self.sessions:
+            why = "unknown, or already exported; its id belongs into the path or the API key"
+            raise Refusal(f"session_id: {why}", 404)
+        return self.sessions[session_id]
+
+    def session_of(self, request: Request) -> Session:
+        """The session whose id is in the path or, without one, the API key."""
+        key = bearer(request) or request.headers.get("x-api-key")
+        return self.find(request.path_params.get("session_id") or key)
 
     # ---- answer an agent
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
         """Answer one call, or a retry of one."""
-        session = self.sessions.find(session_id_of(request))
+        session = self.session_of(request)
         raw = await request.body()
         session.check_open()
-        key = hashlib.sha256(raw + protocol.id_prefix.encode()).digest()
+        key = hash((protocol, raw))
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         turn = session.turns.get(key) if is_retry else None
         if turn is None or turn.failed:
-            ask = protocol.parse(read_object(raw), session.finished)
-            turn = session.turns[key] = Turn(session, protocol, ask)
-            turn.start(self.answer)
+            ask = protocol.parse(read_object(raw), session.cache.get)
+            turn = session.turns[key] = Turn(session, protocol, ask, self.answer)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
         await anext(frames)  # raises what is wrong with the call
-        return EventStream(frames, headers={"cache-control": "no-store"})
+        return EventStream(frames)
 
-    async def answer(self, turn: Turn) -> Answer:
+    async def answer(self, turn: Turn) -> tuple[Message, ModelResponse]:
         """Make the prompt of a call, generate, and read what the model wrote."""
-        ask, tools = turn.ask, turn.ask.callable_tools
-        prompt, begun = self.prompt(ask, turn.interaction.parent)
-        turn.form = turn.protocol(ask, turn.suffix, len(prompt))
+        ask = turn.ask
+        tools = [] if ask.tool_choice == "none" else ask.tools
+        prompt = self.prompts.prompt(turn.interaction)
+        # It may contain the beginning of the answer: a <think>, the first words of a forced call.
+        begun = THINK if self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THINK) else ""
+        if forced := opening(ask.tool_choice, tools, begun, self.parser):
+            prompt, begun = prompt + self.prompts.encode(forced), begun + forced
+        turn.form.input_len = len(prompt)
         request = self.request(turn.session, ask, prompt)
         response = await self.engine.agenerate(request)
         # The marks of another form of calls may be special tokens.
-        tokens, special = response.output_tokens, bool(self.parser and tools)
-        text, stop = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
-        message = parse(text, tools, turn.suffix, self.parser)
+        tokens, special = response.output_tokens, self.parser is not split_calls
+        text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
+        message = parse(text, tools, turn.form.suffix, self.parser)
         if "tool_calls" in message and response.stop_reason == "stop":
             response.stop_reason = "tool_calls"
-        return Answer(response, message, stop)
+        return message, response
 
     def request(self, session: Session, ask: AgentRequest, ids: list[int]) -> ModelRequest:
         number, session.calls = session.calls, session.calls + 1
         chosen = self.sampling | session.sampling | ask.sampling
-        ends = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
-        chosen["stop_token_ids"] = [token for token in ends if token is not None]
+        chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
         if self.seed is not None and "seed" not in ask.sampling:
             chosen["seed"] = call_seed(self.seed, session.task_id, number)
         gconfig, call = CallParameters(**chosen), f"{session.task_id}.{number}"
         return ModelRequest(ids, gconfig=gconfig, call=call)
-
-    def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
-        """The prompt, and the part of the answer that it contains: a <think> at its end, and the
-        first words of a forced call. Raises Refusal."""
-        ids = self.prompts.prompt(ask, parent)
-        end = self.tokenizer.decode(ids[-16:]).rstrip()
-        begun = THINK if end.endswith(THINK) else ""
-        first = opening(ask.tool_choice, ask.callable_tools, begun, self.parser)
-        return ids + self.prompts.encode(first) if first else ids, begun + first
-
-    async def count_tokens(self, request: Request) -> Response:
-        session = self.sessions.find(session_id_of(request))
-        ask = PROTOCOLS["messages"].parse(await read_json(request), session.finished)
-        ids, _ = self.prompt(ask, ask.parent or session.cache.find_parent(ask.messages)[0])
-        return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
         model = {"id": "default", "object": "model", "created": 0, "owned_by": "pocket-areal"}
@@ -167,82 +168,56 @@ class Proxy:
 
     # ---- reward, end and export a session
 
-    async def set_reward(self, request: Request) -> Response:
-        session = self.sessions.find(session_id_of(request))
-        body = await read_json(request)
+    def set_reward(self, session: Session, body: Json) -> Json:
         session.check_open()
-        self.reward(session, body)
-        return reply({"message": "ok"})
-
-    def reward(self, session: Session, body: dict[str, Any]) -> None:
         session.cache.set_reward(get(body, "interaction_id", str), body.get("reward"))
+        return {"message": "ok"}
 
-    async def end_session(self, request: Request) -> Response:
-        session = self.sessions.find(session_id_of(request))
-        body = await read_json(request)
+    def end_session(self, session: Session, body: Json) -> Json:
         session.end()
         if body.get("discard"):
-            self.sessions.forget(session)
-        counts = {"interaction_count": len(session.cache.finished())}
-        return reply(counts | {"rewarded_count": session.rewarded_count})
+            self.sessions.pop(session.session_id, None)
+        rewards = [interaction.reward for interaction in session.cache.finished()]
+        counts = {"interaction_count": len(rewards)}
+        return counts | {"rewarded_count": len(rewards) - rewards.count(None)}
 
-    async def export_trajectories(self, request: Request) -> Response:
-        check_key(request, self.admin_key)
-        body = await read_json(request)
-        session = self.sessions.find(str(body.get("session_id")))
-        check_style(style := body.get("style", "individual"))
-        if (rewards := get(body, "rewards", list)) is not None:
-            for one in rewards:
-                self.reward(session, as_object(one, "rewards"))
-            session.end()
+    def export_trajectories(self, body: Json) -> Json:
+        session = self.find(get(body, "session_id", str))
         if not session.ended:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
-        rewarded = session.rewarded_count  # before the discount rewards the others
+        check_style(style := body.get("style", "individual"))
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         rows = session.cache.export_interactions(style)
-        self.sessions.forget(session)
-        interactions = {name: export(row) for name, row in rows.items()}
-        return reply({"interactions": interactions, "rewarded_count": rewarded})
+        del self.sessions[session.session_id]
+        return {"interactions": {name: row.export() for name, row in rows.items()}}
+
+    def set_version(self, body: Json) -> Json:
+        """Tokens of a newer version than the trainer's are refused from now on."""
+        self.engine.set_version(get(body, "version", int, 0))
+        return {}
 
     async def health(self, request: Request) -> Response:
-        counts = {"sessions": len(self.sessions), "capacity": self.sessions.capacity}
+        counts = {"sessions": len(self.sessions), "capacity": self.capacity}
         return reply({"status": "ok"} | counts)
 
-    async def set_version(self, request: Request) -> Response:
-        """Tokens of a newer version than the trainer's are refused from now on."""
+    # ---- who may call these methods
+
+    async def for_admin(self, method: Callable[[Json], Json], request: Request) -> Response:
         check_key(request, self.admin_key)
-        self.engine.set_version(get(await read_json(request), "version", int, 0))
-        return reply({})
+        return reply(method(read_object(await request.body())))
 
-
-def export(interaction: Interaction) -> dict[str, Any]:
-    """An interaction as calls/client.py reads it."""
-    return {name: getattr(interaction, name) for name in EXPORTED} | {
-        "tensors": interaction.to_lists(),
-        "parent": interaction.parent and interaction.parent.interaction_id,
-        "model_response": vars(interaction.tokens),
-    }
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    return read_object(await request.body())
-
-
-def session_id_of(request: Request) -> str:
-    """The id in the path or, without one, the API key."""
-    key = bearer(request) or request.headers.get("x-api-key")
-    if not (named := request.path_params.get("session_id") or key):
-        raise Refusal("api_key: the session's id is needed, as API key or in the path", 401)
-    return named
+    async def for_agent(
+        self, method: Callable[[Session, Json], Json], request: Request
+    ) -> Response:
+        session = self.session_of(request)
+        return reply(method(session, read_object(await request.body())))
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
     status, message = getattr(error, "status", None) or 500, str(error)
     if isinstance(error, HTTPException):  # there is no such path or method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
-    protocol = PROTOCOLS["messages" if is_anthropic else "chat/completions"]
-    return reply(protocol.error(status, message, getattr(error, "code", "")), status)
+    return reply(error_body(status, message, getattr(error, "code", "")), status)
 
 
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
@@ -252,15 +227,14 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     handlers: Any = dict.fromkeys(errors, error_reply)
     app = FastAPI(openapi_url=None, exception_handlers=handlers)
     app.state.proxy = proxy
-    routes: Any = {name: functools.partial(proxy.complete, PROTOCOLS[name]) for name in PROTOCOLS}
+    routes: Any = {name: partial(proxy.complete, PROTOCOLS[name]) for name in PROTOCOLS}
     routes |= {
-        "messages/count_tokens": proxy.count_tokens,
-        "rl/set_reward": proxy.set_reward,
-        "rl/end_session": proxy.end_session,
-        "rl/start_session": proxy.start_session,
-        "grant_capacity": proxy.grant_capacity,
-        "set_version": proxy.set_version,
-        "export_trajectories": proxy.export_trajectories,
+        "rl/set_reward": partial(proxy.for_agent, proxy.set_reward),
+        "rl/end_session": partial(proxy.for_agent, proxy.end_session),
+        "rl/start_session": partial(proxy.for_admin, proxy.start_session),
+        "grant_capacity": partial(proxy.for_admin, proxy.grant_capacity),
+        "set_version": partial(proxy.for_admin, proxy.set_version),
+        "export_trajectories": partial(proxy.for_admin, proxy.export_trajectories),
     }
     # "/v1" comes before "/{session_id}", so that it is never taken for one.
     for start in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
@@ -278,11 +252,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="folder with the tokenizer")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100)
-    add("--admin-key", default=env("POCKET_AREAL_ADMIN_KEY"))
+    key = env("POCKET_AREAL_ADMIN_KEY")
+    add("--admin-key", default=key, required=not key)
     add("--server-key", default=env("POCKET_AREAL_SERVER_KEY", ""))
     add("--seed", type=int, help="makes the sampling of a run repeatable")
     add("--sampling", type=json, default={}, help='defaults, like {"max_new_tokens": 500}')
-    add("--tool-call-parser", help="hermes, a parser of SGLang, or module.function")
+    add("--tool-call-parser", help="module.function, like extras.parsers.mistral")
     add("--hooks", help="module.Class: hooks of the engine (engine.py)")
     add("--hooks-args", type=json, default={}, help="its arguments as JSON")
     add("--exit-with-parent", action="store_true")
@@ -292,7 +267,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal. What cannot start prints one line and returns 2."""
     args = parse_args(argv)
-    key = args.admin_key or secrets.token_urlsafe(16)
     try:
         with listen(args.host, args.port, args.admin_key) as listener:
             tokenizer = load_tokenizer(args.model_path)
@@ -301,17 +275,17 @@ def main(argv: list[str] | None = None) -> int:
             engine.initialize()
             if engine.context_length:
                 args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
-            options = {"sampling": args.sampling, "tool_call_parser": args.tool_call_parser}
-            app = create_app(engine, tokenizer, key, seed=args.seed, **options)
-            url = f"http://{args.host}:{listener.getsockname()[1]}"
-            # Only a key that was made here is printed.
-            print(f"proxy at {url}" + ("" if args.admin_key else f", admin key {key}"), flush=True)
-            if not args.exit_with_parent:  # started by hand: offer a session to try an agent
-                session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
-                urls = f"OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}"
-                print(f"a session: {urls}, any key", flush=True)
+            app = create_app(
+                engine,
+                tokenizer,
+                args.admin_key,
+                seed=args.seed,
+                sampling=args.sampling,
+                tool_call_parser=args.tool_call_parser,
+            )
+            print(f"proxy at http://{args.host}:{listener.getsockname()[1]}", flush=True)
             serve(app, listener, args.exit_with_parent)
-    except (OSError, ValueError, ImportError, TypeError, EngineError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, EngineError) as error:
         print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
         return 2
     return 0

@@ -235,14 +235,20 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         urls = [self.proxy_addr] if isinstance(self.proxy_addr, str) else self.proxy_addr
         url = urls[((context.task_id or 0) + context.sample_idx) % len(urls)]
         where = await _rl_transport.get(), url, self.admin_key, context.name
+        client = OpenAIProxyClient(*where, sampling=self.sampling)
         whose = f"agent {type(self.agent).__name__} in task {context.name}"
         seconds = self.episode_timeout_seconds
         words = f"{whose} took longer than {seconds:g} s (rollout.openai.episode_timeout_seconds)"
-        async with OpenAIProxyClient(*where, grant=True, sampling=self.sampling) as client:
+        await client.grant_capacity()
+        async with client:
             work = run(base_url=client.session_url, api_key=client.api_key)
             rewards = await within(seconds, work, words)
-            options = {"discount": self.discount, "style": self.export_style}
-            interactions = await client.finish(rewards, **options)
+            if isinstance(rewards, dict):
+                for interaction_id, reward in rewards.items():
+                    await client.set_reward(interaction_id, reward)
+            elif rewards is not None:
+                await client.set_last_reward(rewards)
+        interactions = await client.export_interactions(self.discount, self.export_style)
         # Side conversations have no reward. They come first: the last row has the episode's.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None

@@ -141,7 +141,6 @@ def count() -> None:
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 
-    from calls.messages import AgentRequest
     from calls.prompts import PromptBuilder
 
     with tempfile.TemporaryDirectory() as path:
@@ -166,11 +165,8 @@ def count() -> None:
     for k in range(100):
         before = dict(counts)
         *messages, said = talk(k + 1)
-        ask = AgentRequest(messages)
-        turn = cache.enter(
-            str(k), ours.InteractionWithTokenLogpReward(messages, template_key=ask.template_key)
-        )
-        prompt = prompts.prompt(ask, turn.parent)
+        turn = cache.enter(str(k), ours.InteractionWithTokenLogpReward(messages))
+        prompt = prompts.prompt(turn)
         output = [*tokenizer.encode(said["content"]), tokenizer.eos_token_id]
         cache.finish(
             str(k),

@@ -119,13 +119,8 @@ HONEST: dict[
     },
     "set_reward": {"reward": 1.0, "interaction_id": None},
     "end_session": {"discard": False},
-    "export_trajectories": {
-        "session_id": "@session",
-        "style": "concat",
-        "discount": 0.9,
-        "rewards": [{"reward": 1.0}],
-    },
-    "start_session": {"task_id": "t", "grant": True},
+    "export_trajectories": {"session_id": "@session", "style": "concat", "discount": 0.9},
+    "start_session": {"task_id": "t"},
     "set_version": {"version": 0},
     "generate": {
         "sampling_params": {
@@ -151,7 +146,6 @@ HONEST: dict[
     "update_weights_from_disk": {"model_path": "none", "weight_version": "9"},
     "update_weight_version": {"new_version": "9", "abort_all_requests": True},
 }
-HONEST["count_tokens"] = HONEST["messages"]
 SAFE = (
     "generate",
     "abort_request",
@@ -373,7 +367,7 @@ def status_of(reply: bytes | None) -> str:
     """Return the status of a reply as text. A stream that contains a server error counts as status
     500."""
     found = re.match(rb"HTTP/1\.1 (?:100 [^\r]*\r\n\r\nHTTP/1\.1 )?(\d{3})", reply or b"")
-    error = b'"server_error"' in (reply or b"") or b'"api_error"' in (reply or b"")
+    error = b'"server_error"' in (reply or b"")
     return (
         "hung up" if reply is None else "500" if error else found[1].decode() if found else "closed"
     )
@@ -434,13 +428,16 @@ class Fuzz:
             with contextlib.suppress(
                 Refusal
             ):  # a random request may already have exported the session of `other`
-                async with self.client() as client, self.client() as other:
+                async with await self.client() as client, await self.client() as other:
                     for number in batch:
                         await self.one(number, client.session_id, other.session_id)
 
-    def client(self) -> OpenAIProxyClient:
-        """Return the client of a new session."""
-        return OpenAIProxyClient(self.transport, self.addresses["proxy"], ADMIN, "fuzz", grant=True)
+    async def client(self) -> OpenAIProxyClient:
+        """The client of a new session. Random requests take grants, too, so it sends several."""
+        client = OpenAIProxyClient(self.transport, self.addresses["proxy"], ADMIN, "fuzz")
+        for _ in range(10):
+            await client.grant_capacity()
+        return client
 
     async def stay_honest(self, done: asyncio.Event) -> None:
         """Run valid sessions one after another until `done` is set, and then one more valid

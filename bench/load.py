@@ -128,7 +128,9 @@ async def session(
     The function appends the seconds of each call to `seconds`.
     """
     messages, replies = [], []
-    async with OpenAIProxyClient(transport, proxy, ADMIN, str(number), grant=True) as client:
+    client = OpenAIProxyClient(transport, proxy, ADMIN, str(number))
+    await client.grant_capacity()
+    async with client:
         for turn in range(turns):
             messages.append({"role": "user", "content": f"[{number}.{turn}]"})
             body, start = {"messages": messages, "max_tokens": 8}, time.perf_counter()
@@ -136,7 +138,8 @@ async def session(
             seconds.append(time.perf_counter() - start)
             replies.append(answer["choices"][0])
             messages.append(replies[-1]["message"])
-        interactions = await client.finish(1.0, style="concat")
+        await client.set_last_reward(1.0)
+    interactions = await client.export_interactions(style="concat")
     (row,) = [interaction.to_lists() for interaction in interactions.values()]
     return [message["content"] for message in messages[::2]], replies, row
 
@@ -151,7 +154,9 @@ async def flood(wire: Servers, transport: Any, proxy: str, calls: int) -> None:
                 await wire.call(url + "/chat/completions", body, timeout=600)
             await asyncio.sleep(0.1)
 
-    async with OpenAIProxyClient(transport, proxy, ADMIN, "flood", grant=True) as client:
+    client = OpenAIProxyClient(transport, proxy, ADMIN, "flood")
+    await client.grant_capacity()
+    async with client:
         await asyncio.gather(
             *(ask_again_and_again(client.session_url, number) for number in range(128 * calls))
         )

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cache import Interaction
-from calls.messages import AgentRequest, Message, Refusal, canonical, with_texts
+from calls.messages import Message, Refusal, with_texts
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
@@ -50,14 +50,15 @@ class PromptBuilder:
             return self._tail(new, {}) == self._tail(new, {}, before)
         return False
 
-    def prompt(self, ask: AgentRequest, parent: Interaction | None) -> list[int]:
+    def prompt(self, call: Interaction) -> list[int]:
         """The prompt of a call. Raises Refusal if the template refuses the messages."""
-        variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        if parent and self.splices and is_continued(parent, ask):
+        variables = call.template_kwargs | ({"tools": call.tools} if call.tools else {})
+        parent = call.parent if self.splices else None
+        if parent and (parent.tools, parent.template_kwargs) == (call.tools, call.template_kwargs):
             with contextlib.suppress(Refusal):  # of the stub
-                new = ask.messages[len(parent.conversation) :]
+                new = call.messages[len(parent.conversation) :]
                 return self.extend(parent.tokens, new, variables)
-        return self.encode(self._render(ask.messages, variables))
+        return self.encode(self._render(call.messages, variables))
 
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
@@ -95,25 +96,18 @@ class PromptBuilder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def is_continued(parent: Interaction, ask: AgentRequest) -> bool:
-    """Whether tools and instructions are the parent's; those of a parent that the client named may
-    be others."""
-    has_first = canonical(parent.messages[0]) == canonical(ask.messages[0])
-    return has_first and parent.template_key == ask.template_key
-
-
 def read_text(
     tokenizer: Any,
     tokens: list[int],
     gconfig: GenerationHyperparameters,
     opening: str = "",
     special_tokens: bool = False,
-) -> tuple[str, str]:
-    """The text of an answer up to its end mark or the first stop string, and this stop string. The
-    text begins with `opening`, which the prompt contains already."""
+) -> str:
+    """The text of an answer up to its end mark or the first stop string. It begins with `opening`,
+    which the prompt contains already."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
-    text = opening + tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
-    found = [(at, s) for s in gconfig.stop if (at := text.find(s, len(opening))) >= 0]
-    end, stopped_by = min(found, default=(len(text), ""), key=lambda pair: pair[0])
-    return text[:end], stopped_by
+    said = tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
+    for stop in gconfig.stop:
+        said, _, _ = said.partition(stop)
+    return opening + said

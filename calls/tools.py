@@ -13,8 +13,8 @@ is dropped, and a text without calls is not changed, because the next request re
 (`opening`), which are not trained, and the model writes the rest. It may still write broken JSON.
 
 **Other forms.** `tool_call_parser` names a "module.function" of (text, tools) that returns the text
-beside the calls, and the calls as {"name", "arguments"}; a name without a dot is a parser of SGLang
-(extras/parsers.py). With these no call can be forced.
+beside the calls, and the calls as {"name", "arguments"}. SGLang's parsers are such functions
+(`extras.parsers.mistral`). With these no call can be forced.
 """
 
 import json
@@ -70,21 +70,18 @@ def read_call(body: str, tools: Tools) -> Json | None:
     return {"name": name, "arguments": arguments} if is_call else None
 
 
-def parse(text: str, tools: Tools, suffix: str, parser: Parser | None = None) -> Message:
+def parse(text: str, tools: Tools, suffix: str, parser: Parser = split_calls) -> Message:
     """The message that a whole text is, in the form of calls/messages.py. What calls a tool that is
-    not in `tools` is text. The ids of the calls have this suffix and a number. `parser` reads
-    another form."""
-    reasoning, rest = split_thinking(text)
-    if parser and tools:
+    not in `tools` is text. The ids of the calls have this suffix and a number."""
+    (reasoning, rest), calls = split_thinking(text), list[Any]()
+    if tools:
         try:
-            rest, functions = parser(rest, tools)
-            calls: list[Any] = [read_call(json.dumps(one), tools) for one in functions]
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            rest, found = parser(rest, tools)
+            calls = [read_call(json.dumps(call), tools) for call in found]
+        except Exception:  # a parser may raise anything at a broken call
             calls = [None]
         if None in calls:
             reasoning, rest, calls = "", text, []
-    else:
-        rest, calls = split_calls(rest, tools)
     message: Message = {"role": "assistant", "content": rest}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -96,13 +93,13 @@ def parse(text: str, tools: Tools, suffix: str, parser: Parser | None = None) ->
     return message
 
 
-def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser | None = None) -> str:
+def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
     """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or "".
     With several tools the model writes the name. `begun`: the prompt has begun the reasoning.
     Raises Refusal."""
     if tool_choice in ("auto", "none"):
         return ""
-    if parser:
+    if parser is not split_calls:
         raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
     names = names_of(tools) if tool_choice == "required" else [tool_choice]
     name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'
@@ -110,11 +107,6 @@ def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser | None = 
     return f'{end}<tool_call>\n{{"name": {name}'
 
 
-def find_parser(name: str | None) -> Parser | None:
-    """The function of this name, or None for the form of Hermes. Raises ValueError."""
-    if name in HERMES:
-        return None
-    try:
-        return import_name(name) if "." in name else import_name("extras.parsers.sglang")(name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"tool_call_parser: {name}: {error}") from error
+def find_parser(name: str | None) -> Parser:
+    """The function of this name. Raises what the import raises."""
+    return split_calls if name in HERMES else import_name(name)

@@ -33,43 +33,41 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from cache import Interaction
-from calls.messages import AgentRequest, Json, Refusal
-from calls.replies import Answer, Protocol, write_event
+from calls.messages import AgentRequest, Json, Message, Refusal
+from calls.replies import Protocol, error_body, write_event
 from calls.sessions import Session
-from inference.io_struct import EngineError
+from inference.io_struct import EngineError, ModelResponse
 
 PROGRESS_SECONDS = 5.0
+Answer = Callable[["Turn"], Awaitable[tuple[Message, ModelResponse]]]
 
 
 class Turn:
-    """A call that is being answered. Its constructor enters it in the tree."""
+    """A call that is being answered. Its constructor enters it in the tree and begins."""
 
-    def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest) -> None:
-        self.session, self.protocol, self.ask = session, protocol, ask
-        self.suffix = secrets.token_hex(16)  # of all ids of the reply
-        self.id = protocol.id_prefix + self.suffix
-        call = Interaction(ask.messages, self.id, ask.template_key, ask.tools, parent=ask.parent)
+    def __init__(
+        self, session: Session, protocol: Protocol, ask: AgentRequest, answer: Answer
+    ) -> None:
+        self.session, self.ask = session, ask
+        self.form = protocol(ask, secrets.token_hex(16))  # writes the reply
+        self.id = self.form.id
+        call = Interaction(ask.messages, self.id, ask.tools, ask.template_kwargs)
         self.interaction = session.cache.enter(self.id, call)
-        self.form: Any  # writes the reply
-        self.task: asyncio.Task[Json]  # its result is the reply
         self.listeners = 0  # connections that wait
+        self.task = asyncio.ensure_future(self._run(answer))  # its result is the reply
+        self.task.add_done_callback(self._done)
+        session.running.add(self)
 
     @property
     def failed(self) -> bool:
         return self.id not in self.session.cache
 
-    def start(self, answer: Callable[["Turn"], Awaitable[Answer]]) -> None:
-        """Generate the answer. `answer` also sets `form`, before it waits."""
-        self.task = asyncio.ensure_future(self._run(answer))
-        self.session.running.add(self)
-        self.task.add_done_callback(self._done)
-
-    async def _run(self, answer: Callable[["Turn"], Awaitable[Answer]]) -> Json:
-        complete = await answer(self)
+    async def _run(self, answer: Answer) -> Json:
+        message, response = await answer(self)
         if self.failed:  # the engine answered although it was cancelled
             raise asyncio.CancelledError
-        reply = self.form.render(complete)
-        self.session.cache.finish(self.id, complete.response, [complete.message])
+        reply = self.form.render(message, response)
+        self.session.cache.finish(self.id, response, [message])
         self.interaction.reply = reply
         return reply
 
@@ -128,14 +126,14 @@ class Turn:
             if await self._wait(hangup, PROGRESS_SECONDS):
                 self.result()
             yield b""
-            yield written(*self.form.opening())
+            yield written(self.form.opening())
             try:
                 while not await self._wait(hangup, PROGRESS_SECONDS):
                     yield written(self.form.progress())
                 yield written(*self.form.stream(self.result())) + self.form.end
             except Exception as error:
                 status = getattr(error, "status", None) or 500
-                yield written(self.form.error(status, str(error)))
+                yield written(error_body(status, str(error)))
                 if not isinstance(error, Refusal | EngineError):
                     raise  # our mistake also belongs into the log
 

@@ -307,10 +307,8 @@ def compute_rewards() -> dict[str, float]:
         output = [{"role": "assistant", "content": answer}]
         conversations[name] = messages + output
         response = ModelResponse([1], [2], [-0.5], [0], "stop")
-        call = InteractionWithTokenLogpReward(
-            messages, model_response=response, output_message_list=output
-        )
-        found = cache.enter(name, call).parent
+        found = cache.enter(name, InteractionWithTokenLogpReward(messages)).parent
+        cache.finish(name, response, output)
         assert (found.interaction_id if found else "") == parent
     for name, (_, _, _, own, _, _) in CALLS.items():
         cache.set_reward(name, own)

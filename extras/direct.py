@@ -26,7 +26,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
-        session = app.state.proxy.start_own_session(task_id)
+        session = app.state.proxy.start(task_id)
         self.cache = cache = session.cache
         self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward
         self.apply_reward_discount = cache.apply_reward_discount

@@ -1,6 +1,7 @@
-"""SGLang's parsers of tool calls, such as mistral or llama3, for the key `tool_call_parser`.
+"""SGLang's parsers of tool calls, such as `rollout.openai.tool_call_parser=extras.parsers.mistral`.
 
-calls/tools.py reads the form of Qwen and Hermes itself, and asks here for every other name.
+calls/tools.py reads the form of Qwen and Hermes itself. Every other name that SGLang knows is a
+function of this module.
 """
 
 import json
@@ -9,9 +10,11 @@ from typing import Any
 Tools = list[dict[str, Any]]  # in the form of chat completions
 
 
-def sglang(name: str) -> Any:
-    """SGLang's parser `name`, such as mistral, as a function of (text, tools). Raises ImportError
-    without SGLang, and ValueError for an unknown name."""
+def __getattr__(name: str) -> Any:
+    """SGLang's parser of this name as a function of (text, tools). Raises ImportError without
+    SGLang, and ValueError for an unknown name."""
+    if name.startswith("__"):  # Python itself asks for these
+        raise AttributeError(name)
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 

@@ -97,9 +97,6 @@ class CallParameters(GenerationHyperparameters):
     seed: int | None = None
 
 
-SAMPLING_KEYS = frozenset(CallParameters.model_fields)
-
-
 @dataclass
 class ModelRequest:
     """A prompt to complete. Requests with the same `affinity` go to the same server."""

@@ -52,7 +52,7 @@ class OpenAIConfig(Keys):
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
-    """form of the model's tool calls: hermes, a parser of SGLang, or module.function"""
+    """what reads the model's tool calls, module.function; null: the form of Hermes and Qwen"""
     episode_timeout_seconds: Positive = 3600.0
     """an episode that takes longer has failed"""
 

@@ -5,16 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anthropic
 import httpx
-import httpx2
 import openai
 import orjson
 
 from calls.client import sdk_http
-from calls.sessions import SessionTable
+from calls.messages import parse
 from inference.io_struct import ModelRequest, ModelResponse
-from proxy import create_app
+from proxy import Proxy, create_app
 
 ADMIN = {"Authorization": "Bearer admin"}
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -71,8 +69,8 @@ class Harness:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://proxy")
 
     @property
-    def sessions(self) -> SessionTable:
-        return self.app.state.proxy.sessions
+    def proxy(self) -> Proxy:
+        return self.app.state.proxy
 
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         return await self.http.post(path, json={} if body is None else body, **kwargs)
@@ -142,34 +140,20 @@ class Connection:
         return b"".join(piece.get("body", b"") for piece in pieces)
 
 
-def client_options(path: str, api_key: str) -> dict[str, Any]:
-    """Options with which an SDK never retries, and refuses a reply of an undeclared type."""
-    options = {"max_retries": 0, "_strict_response_validation": True}
-    return {"base_url": f"http://proxy{path}", "api_key": api_key} | options
-
-
 @asynccontextmanager
 async def sdk(
     harness: Harness, path: str, api_key: str = "DUMMY"
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Return an OpenAI client whose base URL is the proxy's URL followed by `path`."""
+    """An OpenAI client of this path. It never retries, and refuses a reply of another type."""
+    options: Any = {"base_url": f"http://proxy{path}", "max_retries": 0}
     transport = sdk_http.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
-        yield openai.AsyncOpenAI(**client_options(path, api_key), http_client=http)
-
-
-@asynccontextmanager
-async def claude(
-    harness: Harness, path: str, api_key: str = "DUMMY"
-) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    """Return an Anthropic client whose base URL is the proxy's URL followed by `path`."""
-    transport = httpx2.ASGITransport(harness.app)
-    async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:
-        yield anthropic.AsyncAnthropic(**client_options(path, api_key), http_client=http)
+        options |= {"http_client": http, "_strict_response_validation": True}
+        yield openai.AsyncOpenAI(api_key=api_key, **options)
 
 
 def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
-    """Return the message of a chat completion."""
+    """The message of a chat completion."""
     return completion["choices"][0]["message"]
 
 
@@ -185,6 +169,12 @@ def said(
         call = {"id": f"call_{suffix}_{k}", "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
     return message
+
+
+def normal(message: Any) -> dict[str, Any]:
+    """A message of chat completions as the tree keeps it."""
+    (read,) = parse({"messages": [message]}).messages
+    return read
 
 
 def tool(name: str) -> dict[str, Any]:

@@ -454,9 +454,8 @@ def test_the_examples_of_trees(number: int):
         assert cache.find_parent(messages)[0] is parent, name
         assert cache.find_parent(others)[0] is None
         output = [{"role": "assistant", "content": f"the answer to {name}"}]
-        answer = ModelResponse([1], [2], [-0.5], [0])
-        call = Interaction(messages, model_response=answer, output_message_list=output)
-        assert cache.enter(name, call).parent is parent
+        assert cache.enter(name, Interaction(messages)).parent is parent
+        cache.finish(name, ModelResponse([1], [2], [-0.5], [0]), output)
 
 
 # ---- workflows

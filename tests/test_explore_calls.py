@@ -43,13 +43,13 @@ X, Y, WX, WX3 = (TurnBounds(*each) for each in (("x", 2), ("y", 2), ("wx", 2), (
 XZ = TurnBounds("xz", 2, rewards=True)
 LAST_REPLY = "return self.task.result() and self.session.cache.finished()[-1].reply"
 TOO_SHORT = "return self.extend(parent.tokens, [],"
-FORGETS = "        self.sessions.forget(session)\n        interactions"
+FORGETS = "        del self.sessions[session.session_id]\n"
 # property, bounds, module, code, planted error
 TURN_MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("once", X, proxy, "session.turns.get(key) if is_retry else None", "None"),
     ("once", X, proxy, "session.turns.get(key) if is_retry else", "session.turns.get(key) or"),
     ("once", X, proxy, "if turn is None or turn.failed:", "if turn is None:"),
-    ("once", WX3, proxy, "sha256(raw + ", "sha256("),
+    ("once", WX3, proxy, "hash((protocol, raw))", "hash(protocol)"),
     ("ended", X, proxy, "        session.check_open()\n        key", "        key"),
     ("ended", X, calls.sessions, "        if self.ended:\n", "        if False:\n"),
     ("read", X, cache, "rows = self.finished() if", "rows = self.finished()[1:] if"),
@@ -64,10 +64,10 @@ TURN_MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("tree", X, calls.turn, "task.cancelled() or task.exception()", "task.cancelled()"),
     ("rewards", XZ, cache, "+ gamma * fmean(", "+ fmean("),
     ("rewards", XZ, cache, "below[turn.parent].append", "below[turn].append"),
-    ("deadlock", X, proxy, FORGETS, "        interactions"),
+    ("deadlock", X, proxy, FORGETS, ""),
     ("deadlock", X, calls.sessions, "        self.ended = True\n", ""),
-    ("tokens", XZ, cache, '["logprobs"][span] = said.', '["logprobs"][span] = last.'),
-    ("tokens", XZ, cache, '["versions"][span] = said.', '["versions"][span] = last.'),
+    ("tokens", XZ, cache, '"logprobs": said.', '"logprobs": last.'),
+    ("tokens", XZ, cache, '"versions": said.', '"versions": last.'),
     ("tokens", XZ, cache, "[(self, True)]", "[(t, True) for t in (self.parent, self) if t]"),
 ]
 PROXY = cache, calls.prompts, calls.sessions, calls.turn, proxy

@@ -219,15 +219,19 @@ class Client:
     rewarded_count, session_url, api_key = 1, "http://a/s/v1", "key"
     made: ClassVar[list[tuple]] = []
 
-    def __init__(self, *args: Any, grant: bool, sampling: dict) -> None:
+    def __init__(self, *args: Any, sampling: dict) -> None:
         self.made.append(args)
+
+    async def grant_capacity(self) -> None: ...
 
     async def __aenter__(self) -> "Client":
         return self
 
     async def __aexit__(self, *args: Any) -> None: ...
 
-    async def finish(self, rewards: Any, **options: Any) -> dict[str, Any]:
+    async def set_last_reward(self, reward: float) -> None: ...
+
+    async def export_interactions(self, *options: Any) -> dict[str, Any]:
         turns = {"first": interaction(3, reward=0.5), "last": interaction(3, reward=0.0)}
         turns["title"] = interaction(3)
         turns["title"].reward = None

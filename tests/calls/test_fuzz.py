@@ -1,4 +1,4 @@
-"""These tests send random request bodies in three protocols."""
+"""No body is a server error, in any protocol: an SDK would send it again."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from harness import ADMIN, HELLO, Harness, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PATHS = ["chat/completions", "responses", "messages", "messages/count_tokens"]
+PATHS = ["chat/completions", "responses", "messages"]
 TOOL = tool("f") | {"name": "f", "input_schema": {}}
 GOOD: dict[str, Any] = {"messages": HELLO, "input": "hello", "max_tokens": 5, "tools": [TOOL]}
 
@@ -42,13 +42,11 @@ conversations = st.builds(
 
 
 def as_json(body: Any) -> bytes:
-    """Serialise a request body as JSON. The keys of the body's dicts can have types other than
-    str."""
+    """JSON of a body, whose keys may be no strings."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
 def representable(body: Any) -> bool:
-    """Return whether as_json can serialise this body."""
     try:
         return bool(as_json(body))
     except (TypeError, ValueError):
@@ -57,8 +55,7 @@ def representable(body: Any) -> bool:
 
 @st.composite
 def broken(draw: Callable[..., Any]) -> bytes:
-    """Draw the bytes of a body: valid JSON, cut JSON, damaged JSON, JSON in a different encoding,
-    or random bytes."""
+    """JSON that is whole, cut, damaged or encoded otherwise; or random bytes."""
     raw = as_json(draw((bodies | conversations).filter(representable)))
     kind = draw(st.integers(0, 4))
     if kind == 0:
@@ -75,22 +72,19 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """Send this body and return the status of its reply. After the reply, check that the session
-    answers a valid request."""
+    """The status of the reply to this body. Then the session answers a valid request."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()
         answer = await harness.http.post(f"/{session}/v1/{path}", content=raw)
-        cache = harness.sessions.find(session).cache
+        cache = harness.proxy.find(session).cache
         assert all(interaction.complete for interaction in cache.values())
         await harness.chat(session, HELLO)
         await harness.export(session)
-        assert len(harness.sessions) == 0
+        assert len(harness.proxy.sessions) == 0
     if answer.status_code != 200:
         assert answer.headers["content-type"] == "application/json"
-        body = answer.json()
-        assert body["error"]["message"]
-        assert ("type" in body) == path.startswith("messages")
+        assert answer.json()["error"]["message"]
     return answer.status_code
 
 
@@ -103,40 +97,29 @@ def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -
 
 
 def nested(depth: int, wrap: str) -> bytes:
-    """Return JSON with `depth` levels of lists or objects."""
+    """JSON with so many levels of lists or objects."""
     inner = (b"[" if wrap == "list" else b'{"a":') * depth
     return inner + b"1" + (b"]" if wrap == "list" else b"}") * depth
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("wrap", ["list", "object"])
-@pytest.mark.parametrize("depth", [150, 220, 900, 100_000])
-@pytest.mark.parametrize(
-    "field", ["content", "arguments", "tools", "metadata", "chat_template_kwargs"]
-)
+@pytest.mark.parametrize("depth", [150, 190, 220, 900, 100_000])
+@pytest.mark.parametrize("field", ["tools", "metadata", "chat_template_kwargs", "content"])
 def test_depth_is_no_danger(
     tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str
 ) -> None:
-    """A body that is nested deeper than Python's recursion limit never causes a server error."""
-    deep = nested(depth, wrap)
-    call = b'"call_id":"c","function":{"name":"f","arguments":%s},"name":"f","arguments":%s'
-    parts = {
-        "content": b'"messages":[{"role":"user","content":%s}],"input":[{"role":"user","content":%s}]',
-        "arguments": b'"messages":[{"role":"assistant","tool_calls":[{%s}]}],'
-        b'"input":[{"type":"function_call",%s}]' % (call, call),
-        "tools": b'"tools":[{"type":"function","name":"f",'
-        b'"function":{"name":"f","parameters":{"p":%s}},"input_schema":{"p":%s}}]',
-        "metadata": b'"metadata":%s,"user":%s',
-        "chat_template_kwargs": b'"chat_template_kwargs":{"a":%s,"b":%s}',
-    }
-    plain = b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,%s}'
-    raw = plain % parts[field].replace(b"%s", deep)
+    """Even if it is nested deeper than Python's recursion limit."""
+    tool = b'[{"type":"function","function":{"name":"f","parameters":{"p":%s}}}]'
+    value = {"tools": tool, "chat_template_kwargs": b'{"a":%s}'}.get(field, b"%s")
+    plain = b'{"messages":[{"role":"user","content":"x"}],"input":"x","%s":%s}'
+    raw = plain % (field.encode(), value.replace(b"%s", nested(depth, wrap)))
     assert asyncio.run(ask(tiny_tokenizer, path, raw)) in (200, 400)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
-    """The proxy answers a request whose history has ten thousand messages."""
+    """A long history is read, too."""
     talk = [{"role": ("user", "assistant")[k % 2], "content": str(k)} for k in range(10_001)]
     body = {"messages": talk, "input": talk, "max_tokens": 5}
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200
@@ -150,7 +133,7 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
     raws,
 )
 def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """A management endpoint answers any body with a 200 or a 4xx."""
+    """The trainer's mistakes are 4xx, too."""
 
     async def call() -> int:
         harness = Harness(tiny_tokenizer)

@@ -7,7 +7,7 @@ import pytest
 from harness import said, tool, with_template
 
 from cache import Interaction, InteractionCache
-from calls.messages import AgentRequest, Refusal
+from calls.messages import Refusal
 from calls.prompts import PromptBuilder, read_text
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
@@ -41,8 +41,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 class Talk:
-    """A conversation in which PromptBuilder builds the prompts and the test chooses the tokens that
-    the model samples."""
+    """A conversation whose prompts PromptBuilder makes, and whose answers the test samples."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.cache = tokenizer, InteractionCache()
@@ -52,13 +51,11 @@ class Talk:
     def say(
         self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any
     ) -> list[int]:
-        """Build and return the prompt of a turn, and store the tokens of `answer` as the turn's
-        answer."""
+        """The prompt of a turn, whose answer is then stored."""
         self.messages.append(question)
         name = str(len(self.cache))
-        request = AgentRequest(list(self.messages), **ask)
-        interaction = Interaction(request.messages, template_key=request.template_key)
-        prompt = self.prompts.prompt(request, self.cache.enter(name, interaction).parent)
+        call = self.cache.enter(name, Interaction(list(self.messages), **ask))
+        prompt = self.prompts.prompt(call)
         end = [self.tokenizer.convert_tokens_to_ids(ends)] if ends else []
         output = self.tokenizer.encode(answer) + end
         reason, n = "stop" if ends else "length", len(output)
@@ -74,8 +71,7 @@ class Talk:
 def test_a_conversation_is_one_row_under_any_template(
     tiny_tokenizer: Any, name: str, ends: str, last: str
 ) -> None:
-    """With each template of this test, the export style `concat` exports the conversation as one
-    row."""
+    """Every sampled token is trained, and every answer is closed once."""
     talk = Talk(with_template(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -112,8 +108,7 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 def test_where_rendering_again_is_exact_splicing_is_the_same(
     tiny_tokenizer: Any, name: str
 ) -> None:
-    """If a template does not change the model's text, the prompt made from sampled tokens is
-    identical to a prompt that the template renders in full."""
+    """A template that changes nothing of the model's text would render the same prompt."""
     spliced, whole = (Talk(with_template(tiny_tokenizer, TEMPLATES[name])) for _ in range(2))
     whole.prompts.splices = False
     for k in range(3):
@@ -121,8 +116,7 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(
 
 
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
-    """In a conversation of 100 turns each question is rendered and tokenised once, and no answer is
-    rendered."""
+    """Each question is rendered and tokenised once, and no answer."""
     tokenizer = with_template(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
@@ -157,14 +151,14 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
     tokenizer = with_template(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts, cache = PromptBuilder(tokenizer), InteractionCache()
     called = said("", ("f", {}))
-    tokens: Any = {"model_response": ModelResponse([1], [2], [-1.0], [0])}
-    cache.enter("a", Interaction([user("q")], output_message_list=[called], **tokens))
+    cache.enter("a", Interaction([user("q")]))
+    cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [called])
     result = {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}
     messages = [user("q"), called, result]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert prompts.prompt(AgentRequest(messages), cache["a"]) == full
+    assert prompts.prompt(cache.enter("b", Interaction(messages))) == full
     with pytest.raises(Refusal, match="no call"):
-        prompts.prompt(AgentRequest([user("q"), result]), None)
+        prompts.prompt(Interaction([user("q"), result]))
 
 
 def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
@@ -185,12 +179,12 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(
     tiny_tokenizer: Any, name: str
 ) -> None:
     """chat_template_kwargs never replace what the proxy passes; a wrong one is refused."""
-    prompts, ask = PromptBuilder(tiny_tokenizer), AgentRequest([user("q")], tools=[tool("f")])
-    other = AgentRequest(ask.messages, tools=ask.tools, template_kwargs={name: 0})
-    assert prompts.prompt(other, None) == prompts.prompt(ask, None)
-    wrong = AgentRequest(ask.messages, template_kwargs={"conversation": []})
+    prompts, call = PromptBuilder(tiny_tokenizer), Interaction([user("q")], tools=[tool("f")])
+    other = Interaction(call.messages, tools=call.tools, template_kwargs={name: 0})
+    assert prompts.prompt(other) == prompts.prompt(call)
+    wrong = Interaction(call.messages, template_kwargs={"conversation": []})
     with pytest.raises(Refusal, match="conversation"):
-        prompts.prompt(wrong, None)
+        prompts.prompt(wrong)
 
 
 @pytest.mark.parametrize(
@@ -204,13 +198,12 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(
 def test_settings_of_the_tokenizer_do_not_change_a_prompt(
     tiny_tokenizer: Any, settings: dict[str, Any]
 ) -> None:
-    """An agent in the same process may call the proxy's tokenizer with other settings, such as
-    truncation."""
+    """An agent in the same process may call the same tokenizer with others."""
     tokenizer = with_template(tiny_tokenizer, TEMPLATES["plain"])
-    prompts, ask = PromptBuilder(tokenizer), AgentRequest([user("Six times seven?")])
-    before = prompts.prompt(ask, None)
+    prompts, call = PromptBuilder(tokenizer), Interaction([user("Six times seven?")])
+    before = prompts.prompt(call)
     tokenizer(["a longer text of an agent"], **settings)
-    assert prompts.prompt(ask, None) == before
+    assert prompts.prompt(call) == before
 
 
 @pytest.mark.parametrize(
@@ -226,15 +219,13 @@ def test_calls_are_given_as_a_template_wants_them(
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
     messages = [user("q"), said("", ("f", {"a": 1})), user("r")]
     before = json.dumps(messages)
-    assert f"{call}<|im_end|>" in tiny_tokenizer.decode(
-        prompts.prompt(AgentRequest(messages), None)
-    )
+    prompt = prompts.prompt(Interaction(messages))
+    assert f"{call}<|im_end|>" in tiny_tokenizer.decode(prompt)
     assert json.dumps(messages) == before
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """The template gets the tools in every turn, even if PromptBuilder renders only the new
-    messages."""
+    """Although only the new messages are rendered."""
     tokenizer = with_template(
         tiny_tokenizer,
         HEAD
@@ -252,22 +243,22 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "read", "by"),
+    ("text", "read"),
     [
-        ("one", "one", ""),
-        ("one<|im_end|>", "one", ""),
-        ("one STOP two", "one", " STOP"),
-        ("two STOP", "", "two"),
-        ("a<|im_start|>b", "ab", ""),
+        ("one", "one"),
+        ("one<|im_end|>", "one"),
+        ("one STOP two", "one"),
+        ("two STOP", ""),
+        ("a<|im_start|>b", "ab"),
     ],
 )
-def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str, by: str) -> None:
+def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str) -> None:
     """At the end mark or the first stop string; other special tokens are no text."""
     own = with_template(tiny_tokenizer, TEMPLATES["plain"])
     gconfig = GenerationHyperparameters(
         stop=["two", " STOP"], stop_token_ids=[tiny_tokenizer.eos_token_id]
     )
     tokens = own.encode(text)
-    assert read_text(own, tokens, gconfig) == (read, by)
-    assert read_text(own, tokens, gconfig, "two ") == (f"two {read}", by)  # not in the opening
-    assert read_text(own, own.encode("a<|im_start|>"), gconfig, "", True)[0] == "a<|im_start|>"
+    assert read_text(own, tokens, gconfig) == read
+    assert read_text(own, tokens, gconfig, "two ") == f"two {read}"  # not in the opening
+    assert read_text(own, own.encode("a<|im_start|>"), gconfig, "", True) == "a<|im_start|>"

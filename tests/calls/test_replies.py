@@ -10,42 +10,45 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from harness import HELLO, said
+from harness import HELLO, normal, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calls.client import sdk_http
-from calls.messages import AgentRequest, canonical, normalise, parse_anthropic, parse_responses
-from calls.replies import PROTOCOLS, Answer, write_event
+from calls.messages import AgentRequest, Message, canonical, parse
+from calls.replies import PROTOCOLS, error_body, write_event
 from inference.io_struct import ModelResponse
 
 NAMES = list(PROTOCOLS)
-ASKED = AgentRequest(HELLO, model="m", stream_usage=True)
 CALLS: Any = (("f", {"a": "Zürich\u2028"}), ("g", {}))
 MESSAGE = said("Let me see.", *CALLS, reasoning="hm")
 
 
-def answer_of(message: dict[str, Any] = MESSAGE, stop_reason: str = "stop") -> Answer:
-    """An answer of three tokens to a prompt of two."""
-    reason = "tool_calls" if "tool_calls" in message and stop_reason == "stop" else stop_reason
-    return Answer(ModelResponse([1, 2], [3, 4, 5], [-0.5] * 3, [0] * 3, reason), message)
+def form_of(name: str) -> Any:
+    """What writes the reply to a prompt of two tokens."""
+    form = PROTOCOLS[name](AgentRequest(HELLO, model="m"), "ab12")
+    form.input_len = 2
+    return form
 
 
-def form_of(name: str, ask: AgentRequest = ASKED) -> Any:
-    """What writes the reply."""
-    return PROTOCOLS[name](ask, "ab12", 2)
+def rendered(form: Any, message: Message, reason: str) -> dict[str, Any]:
+    """The body of a reply of three tokens."""
+    reason = "tool_calls" if "tool_calls" in message and reason == "stop" else reason
+    return form.render(message, ModelResponse([1, 2], [3, 4, 5], [-0.5] * 3, [0] * 3, reason))
 
 
-def whole(name: str, answer: Answer) -> dict[str, Any]:
+def whole(name: str, message: Message = MESSAGE, reason: str = "stop") -> dict[str, Any]:
     """The body of the reply, as JSON and back."""
-    return json.loads(json.dumps(form_of(name).render(answer)))
+    return json.loads(json.dumps(rendered(form_of(name), message, reason)))
 
 
-def streamed(name: str, answer: Answer, ask: AgentRequest = ASKED, progress: int = 2) -> bytes:
+def streamed(
+    name: str, message: Message = MESSAGE, reason: str = "stop", progress: int = 2
+) -> bytes:
     """The reply as a stream, with so many events of progress."""
-    form = form_of(name, ask)
+    form = form_of(name)
     waited = [form.progress() for _ in range(progress)]
-    events = [*form.opening(), *waited, *form.stream(form.render(answer))]
+    events = [form.opening(), *waited, *form.stream(rendered(form, message, reason))]
     return b"".join(write_event(data, n) for n, data in enumerate(events)) + form.end
 
 
@@ -62,8 +65,7 @@ def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def client_of(name: str, content: bytes, status: int = 200) -> Any:
-    """Return a client of the protocol's official SDK that gets `content` as the reply to any
-    request."""
+    """A client of the protocol's official SDK, which gets `content` as every reply."""
     kind = "text/event-stream" if status == 200 else "application/json"
     http: Any = httpx2 if name == "messages" else sdk_http
     transport = http.MockTransport(
@@ -75,7 +77,7 @@ def client_of(name: str, content: bytes, status: int = 200) -> Any:
 
 
 def accumulated(name: str, raw: bytes) -> dict[str, Any]:
-    """Return the reply that the SDK's own stream helper builds from the stream `raw`."""
+    """The reply that the SDK's own stream helper builds from a stream."""
     client = client_of(name, raw)
     if name == "chat/completions":
         with client.chat.completions.stream(model="m", messages=HELLO) as stream:
@@ -111,15 +113,13 @@ def nulls(value: Any, path: str = "") -> list[str]:
     return [null for key, item in pairs for null in nulls(item, f"{path}.{key}")]
 
 
-def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Convert a reply to a message in normal form, as if a client had sent the reply back."""
+def sent_back(name: str, reply: dict[str, Any]) -> Message:
+    """A reply in normal form, after a client has sent it back."""
     if name == "chat/completions":
-        return normalise(reply["choices"][0]["message"])
+        return normal(reply["choices"][0]["message"])
     if name == "responses":
-        return parse_responses({"input": reply["output"]}).messages[0]
-    return parse_anthropic(
-        {"messages": [{"role": "assistant", "content": reply["content"]}, *HELLO]}
-    ).messages[0]
+        return parse({"messages": reply["output"]}).messages[0]
+    return normal({"role": "assistant", "content": reply["content"]})
 
 
 ARGUMENTS = st.dictionaries(st.text(), st.text())
@@ -137,9 +137,8 @@ def test_a_stream_is_the_whole_reply(
     name: str, message: dict[str, Any], stop_reason: str, progress: int
 ) -> None:
     """The SDKs' helpers build the whole reply, however long it took."""
-    answer = answer_of(message, stop_reason)
-    raw = streamed(name, answer, progress=progress)
-    assert bare(accumulated(name, raw)) == bare(whole(name, answer))
+    raw = streamed(name, message, stop_reason, progress)
+    assert bare(accumulated(name, raw)) == bare(whole(name, message, stop_reason))
     assert nulls([data for _, data in frames_of(raw)]) == []
 
 
@@ -147,9 +146,8 @@ def test_a_stream_is_the_whole_reply(
 @given(st.sampled_from(NAMES), MESSAGES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, message: dict[str, Any]) -> None:
     """In every protocol."""
-    again = sent_back(name, whole(name, answer_of(message)))
+    again = sent_back(name, whole(name, message))
     assert canonical(again) == canonical(message)
-    assert again.get("reasoning_content") == message.get("reasoning_content")
 
 
 # ---- the keys and events that strict clients read
@@ -158,7 +156,7 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, message: dict
 def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
     """A chat completion has `id`, `model`, `object`, `index` and `usage`, and only its `content`
     may be null."""
-    reply = whole("chat/completions", answer_of(said("hi"), "length"))
+    reply = whole("chat/completions", said("hi"), "length")
     assert reply.pop("created") > 0
     assert reply == {
         "id": "chatcmpl-ab12",
@@ -173,21 +171,21 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
         ],
         "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
     }
-    only_calls = whole("chat/completions", answer_of(said("", *CALLS)))
+    only_calls = whole("chat/completions", said("", *CALLS))
     assert nulls(only_calls) == [".choices.0.message.content"]
     assert only_calls["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
     """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`."""
-    reply = whole("responses", answer_of())
+    reply = whole("responses")
     assert reply["created_at"] > 0
     ids = [(item["id"], item.get("call_id")) for item in reply["output"]]
     calls = [("fc_ab12_0", "call_ab12_0"), ("fc_ab12_1", "call_ab12_1")]
-    assert ids == [("rs_ab12", None), ("msg_ab12", None), *calls]
+    assert ids == [("msg_ab12", None), *calls]
     assert (reply["status"], reply["usage"]["output_tokens"]) == ("completed", 3)
     assert nulls(reply) == []
-    cut = whole("responses", answer_of(said("hi"), "length"))
+    cut = whole("responses", said("hi"), "length")
     assert cut["status"] == "incomplete"
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
 
@@ -195,14 +193,13 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 def test_a_message_has_all_that_strict_clients_read() -> None:
     """A reply in Anthropic's Messages protocol has `role`, `type`, `id`, `usage` and
     `stop_reason`."""
-    reply = whole("messages", answer_of())
+    reply = whole("messages")
     assert reply == {
         "id": "msg_ab12",
         "type": "message",
         "role": "assistant",
         "model": "m",
         "content": [
-            {"type": "thinking", "thinking": "hm", "signature": "msg_ab12"},
             {"type": "text", "text": "Let me see."},
             {"type": "tool_use", "id": "call_ab12_0", "name": "f", "input": {"a": "Zürich\u2028"}},
             {"type": "tool_use", "id": "call_ab12_1", "name": "g", "input": {}},
@@ -210,69 +207,54 @@ def test_a_message_has_all_that_strict_clients_read() -> None:
         "usage": {"input_tokens": 2, "output_tokens": 3},
         "stop_reason": "tool_use",
     }
-    reasons = [
-        whole("messages", answer_of(said("hi"), stop))["stop_reason"] for stop in ("stop", "length")
-    ]
+    reasons = [whole("messages", said("hi"), end)["stop_reason"] for end in ("stop", "length")]
     assert reasons == ["end_turn", "max_tokens"]
 
 
 def test_the_events_of_a_chat_completion() -> None:
-    """The stream of a chat completion begins with the role, and ends with finish_reason and
-    [DONE]."""
-    frames = list(frames_of(streamed("chat/completions", answer_of())))
+    """The stream begins with the role, and ends with finish_reason, usage and [DONE]."""
+    frames = list(frames_of(streamed("chat/completions")))
     assert {event for event, _ in frames} == {""}
-    *chunks, usage, done = [data for _, data in frames]
+    *chunks, done = [data for _, data in frames]
     assert done == "[DONE]"
-    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 5)
+    assert chunks[-1]["usage"]["total_tokens"] == 5
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    keys = ["role", None, None, "reasoning_content", "content", "tool_calls", "tool_calls"]
-    assert [next(iter(delta), None) for delta in deltas] == [*keys, None]
-    assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [0, 1]
-    assert [chunk["choices"][0].get("finish_reason") for chunk in chunks] == [None] * 7 + [
-        "tool_calls"
-    ]
-    assert {(chunk["id"], chunk["object"], chunk["choices"][0]["index"]) for chunk in chunks} == {
-        ("chatcmpl-ab12", "chat.completion.chunk", 0)
-    }
-    plain = frames_of(streamed("chat/completions", answer_of(), ask=AgentRequest(HELLO)))
-    assert all(data == "[DONE]" or data["choices"] for _, data in plain)
+    content = ["content", "reasoning_content", "tool_calls"]
+    assert [sorted(delta) for delta in deltas] == [["role"], [], [], content, []]
+    assert [call["index"] for call in deltas[3]["tool_calls"]] == [0, 1]
+    ends = [chunk["choices"][0].get("finish_reason") for chunk in chunks]
+    assert ends == [None] * 4 + ["tool_calls"]
+    heads = {(chunk["id"], chunk["object"], chunk["choices"][0]["index"]) for chunk in chunks}
+    assert heads == {("chatcmpl-ab12", "chat.completion.chunk", 0)}
 
 
 def test_the_events_of_a_response() -> None:
-    """In the Responses protocol, the events of a stream are numbered without gaps."""
-    frames = list(frames_of(streamed("responses", answer_of())))
-    part = ["output_item.added", "content_part.added"]
-    end = ["content_part.done", "output_item.done"]
-    arguments = ["function_call_arguments.delta", "function_call_arguments.done"]
+    """Each item is added, gets its text, and is done. The events are numbered."""
+    frames = list(frames_of(streamed("responses")))
+    added = ["output_item.added", "content_part.added"]
     assert [event.removeprefix("response.") for event, _ in frames] == [
-        *["created", "in_progress", "in_progress", "in_progress"],
-        *[*part, "reasoning_text.delta", "reasoning_text.done", *end],
-        *[*part, "output_text.delta", "output_text.done", *end],
-        *["output_item.added", *arguments, "output_item.done"] * 2,
+        *["created", "in_progress", "in_progress"],
+        *[*added, "output_text.delta", "output_item.done"],
+        *["output_item.added", "function_call_arguments.delta", "output_item.done"] * 2,
         "completed",
     ]
     assert all(data["type"] == event for event, data in frames)
     assert [data["sequence_number"] for _, data in frames] == list(range(len(frames)))
     places = {data["item"]["id"]: data["output_index"] for _, data in frames if "item" in data}
-    assert places == {"rs_ab12": 0, "msg_ab12": 1, "fc_ab12_0": 2, "fc_ab12_1": 3}
+    assert places == {"msg_ab12": 0, "fc_ab12_0": 1, "fc_ab12_1": 2}
 
 
 def test_the_events_of_a_message() -> None:
     """Every event has an `event:` line, which Anthropic's client needs, and only one content block
     is open at a time."""
-    frames = list(frames_of(streamed("messages", answer_of())))
+    frames = list(frames_of(streamed("messages")))
     assert all(data["type"] == event for event, data in frames)
-    deltas = [data["delta"].get("type") for event, data in frames if event == "content_block_delta"]
-    assert deltas == ["thinking_delta", "signature_delta", "text_delta", *["input_json_delta"] * 2]
-    others = [event for event, _ in frames if event != "content_block_delta"]
-    blocks = ["content_block_start", "content_block_stop"] * 4
-    assert others == ["message_start", "ping", "ping", *blocks, "message_delta", "message_stop"]
-    assert [data["index"] for event, data in frames if event == "content_block_start"] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    events = [data.get("delta", data).get("type", event) for event, data in frames]
+    begin, end = "content_block_start", "content_block_stop"
+    kinds = ["text_delta", *["input_json_delta"] * 2]
+    blocks = [event for kind in kinds for event in (begin, kind, end)]
+    assert events == ["message_start", "ping", "ping", *blocks, "message_delta", "message_stop"]
+    assert [data["index"] for event, data in frames if event == begin] == [0, 1, 2]
     assert frames[0][1]["message"]["usage"] == {"input_tokens": 2, "output_tokens": 0}
 
 
@@ -284,12 +266,9 @@ def test_the_events_of_a_message() -> None:
     ("status", "error"),
     [(400, "BadRequestError"), (401, "AuthenticationError"), (404, "NotFoundError")],
 )
-def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: str) -> None:
-    """For an error status, each protocol's SDK raises the exception class for this status, with the
-    proxy's message."""
-    body = PROTOCOLS[name].error(status, "stop: a string is needed")
-    assert body["error"]["message"] == "stop: a string is needed"
-    assert ("type" in body) == (name != "chat/completions")
+def test_an_error_is_raised_by_every_sdk(name: str, status: int, error: str) -> None:
+    """One form serves all: each SDK raises the exception of the status, with the message."""
+    body = error_body(status, "stop: a string is needed")
     library: Any = anthropic if name == "messages" else openai
     client = client_of(name, json.dumps(body).encode(), status)
     holders = {"chat/completions": "chat.completions", "responses": "responses"}
@@ -301,10 +280,9 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
-    """If an error occurs after the first bytes of a stream, the stream sends the error as an event,
-    and the SDK raises the error."""
+    """An error after the first byte is an event, which the SDK raises."""
     form = form_of(name)
-    events = [*form.opening(), form.progress(), form.error(503, "no server answers")]
+    events = [form.opening(), form.progress(), error_body(503, "no server answers")]
     raw = b"".join(write_event(data, n) for n, data in enumerate(events))
     library: Any = anthropic if name == "messages" else openai
     with pytest.raises(library.APIError, match="no server answers"):

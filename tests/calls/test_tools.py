@@ -1,4 +1,5 @@
-"""If the model's text contains a complete and valid tool call, the reply contains this call."""
+"""What the model wrote is taken apart into reasoning, text and calls. A call is whole and valid;
+everything else stays text."""
 
 import json
 import subprocess
@@ -9,19 +10,18 @@ import pytest
 from conftest import ROOT, SGLANG
 from harness import said, tool
 
-from calls.messages import normalise
-from calls.tools import find_parser, opening, parse
+from calls.tools import find_parser, opening, parse, split_calls
 from inference.fields import Refusal
 
 TOOLS = [tool("f"), tool("g")]
 
 
-def read(text: str, tools: list = TOOLS, parser: Any = None) -> dict[str, Any]:
+def read(text: str, tools: list = TOOLS, parser: Any = split_calls) -> dict[str, Any]:
     return parse(text, tools, "ab12", parser)
 
 
 def call(name: str = "f", arguments: str = "{}") -> str:
-    """Return the text that a model generates for a tool call."""
+    """A call as the model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -49,7 +49,6 @@ NESTED = {"a": "</think>", "b": [1, 2]}
 def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
     """Into reasoning, text and calls."""
     assert read(text) == message
-    assert normalise(message) == message
 
 
 BROKEN = [
@@ -101,8 +100,7 @@ def test_without_tools_nothing_is_a_call() -> None:
 def test_a_forced_call_is_begun_for_the_model(
     begun: str, choice: str, tools: list, written: str
 ) -> None:
-    """To force a call, the proxy writes the beginning of the call into the prompt, and the model
-    writes the rest."""
+    """The prompt has its beginning, and the model writes the rest."""
     first = opening(choice, tools, begun)
     assert (begun + first).count("</think>") == bool(begun)
     assert read(begun + first + written, tools) == said("", ("f", {"a": 1}))
@@ -131,10 +129,10 @@ def test_a_function_may_read_the_calls() -> None:
         opening("required", TOOLS, "", parser)
 
 
-@pytest.mark.parametrize("name", ["no such form", "no.such.module", "calls.tools.nothing"])
+@pytest.mark.parametrize("name", ["no form", "no.such.module", "calls.tools.nothing"])
 def test_a_parser_that_is_not_there_is_an_error_at_once(name: str) -> None:
     """Not when the first call arrives."""
-    with pytest.raises(ValueError, match=rf"^tool_call_parser: {name}"):
+    with pytest.raises((ValueError, ImportError, AttributeError)):
         find_parser(name)
 
 
@@ -162,8 +160,7 @@ for form, text in said:
 
 @pytest.mark.skipif(not SGLANG, reason="needs SGLang: make test-sglang")
 def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """If `tool_call_parser` names a parser of SGLang, this parser gets the model's text including
-    the special tokens."""
+    """SGLang's parser gets the text with its special tokens."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer,
         eos_token="<|im_end|>",
@@ -171,11 +168,11 @@ def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) 
     )
     own.save_pretrained(tmp_path)
     texts = [
-        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]'),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
-        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'),
-        ("llama3", "<|python_tag|>nonsense"),
-        ("llama3", "Hello"),
+        ("extras.parsers.mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]'),
+        ("extras.parsers.mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
+        ("extras.parsers.llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'),
+        ("extras.parsers.llama3", "<|python_tag|>nonsense"),
+        ("extras.parsers.llama3", "Hello"),
     ]
     words = [ROOT, ROOT / "tests/sglang_cpu", tmp_path, json.dumps(TOOLS), json.dumps(texts)]
     command = [SGLANG, "-c", READ_BY_SGLANG, *map(str, words)]

@@ -132,8 +132,8 @@ class World:
         self.bounds, self.module, self.loop = bounds, module, StillLoop()
         self.engine, self.proxy = Engine(), copy.copy(shared)
         self.proxy.engine = self.engine
-        self.proxy.sessions = module.SessionTable()
-        self.session = self.proxy.start_own_session("task")
+        self.proxy.sessions = {}
+        self.session = self.proxy.start("task")
         self.clients: list[Client] = []
         self.turns: list[Any] = []
         self.expected = 0  # generations, after the request that came last
@@ -235,23 +235,16 @@ class World:
         """A request of the trainer: a reward, the end of the session, or an export."""
         if name == "reward":
             self.rewarded = self.session.cache.finished()[-1].interaction_id
-            self.proxy.reward(self.session, {"reward": 1.0})
-            return
-        path = {"session_id": self.session.session_id}
-        if name == "end":
-            self.loop.create_task(self.proxy.end_session(self.request(path, b"{}")))
-            return
-
-        async def export() -> None:
-            raw = orjson.dumps({**path, "discount": DISCOUNT})
+            self.session.cache.set_last_reward(1.0)
+        elif name == "end":
+            self.proxy.end_session(self.session, {})
+        else:
+            wanted = {"session_id": self.session.session_id, "discount": DISCOUNT}
             try:
-                answer = await self.proxy.export_trajectories(self.request({}, raw))
+                answer = self.proxy.export_trajectories(wanted)
+                self.exported = orjson.loads(orjson.dumps(answer["interactions"]))
             except RuntimeError as error:
                 self.refused = str(error)
-                raise
-            self.exported = orjson.loads(answer.body)["interactions"]
-
-        self.loop.create_task(export())
 
     # ---- the state
 
