@@ -1,5 +1,5 @@
-"""A stand-in for flashinfer and for xgrammar. SGLang imports names from them on every NVIDIA GPU, but
-with --attention-backend triton, --sampling-backend pytorch and --grammar-backend none it uses none.
+"""A stand-in for flashinfer and for xgrammar, whose names SGLang imports on every NVIDIA GPU. With
+--attention-backend triton, --sampling-backend pytorch and --grammar-backend none it uses none.
 Every name is an empty class, and a call raises an error."""
 
 import importlib.abc
