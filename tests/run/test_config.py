@@ -89,15 +89,6 @@ def test_later_words_win(tmp_path: Path) -> None:
     assert (config.saver.interval, config.gconfig.top_k) == (7, 3)
 
 
-def test_two_names_of_one_number() -> None:
-    """rollout.consumer_batch_size and train_dataset.batch_size are one key, and the later source
-    wins; group_size and n_samples, too."""
-    config = config_of("--config", "gsm8k", "--config", "throughput")
-    assert config.train_dataset.batch_size == config.rollout.consumer_batch_size == 32
-    config = config_of("rollout.group_size=5")
-    assert config.gconfig.n_samples == config.rollout.group_size == 5
-
-
 @pytest.mark.parametrize("text", ["- max_steps: 3\n", "actor: [", "\x00"])
 def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     """The line begins with the recipe's path."""
@@ -145,8 +136,12 @@ def test_presets_are_the_write_ups(name: str) -> None:
 
 
 def test_aliases_of_the_documents() -> None:
-    """The documents' names set our keys."""
+    """The documents' names set our keys, and two names of one number set both: the later source
+    wins."""
     words = ["model=m", "eval_interval=3", "rollout.fileroot=r", "actor.recompute_logprobs=false"]
     config = config_of(*words)
     names = ("model_path", "evaluator.interval", "fileroot", "actor.recompute_logprob")
     assert [attrgetter(name)(config) for name in names] == ["m", 3, "r", False]
+    config = config_of("--config", "gsm8k", "--config", "throughput", "rollout.group_size=5")
+    assert config.train_dataset.batch_size == config.rollout.consumer_batch_size == 32
+    assert config.gconfig.n_samples == config.rollout.group_size == 5
