@@ -95,7 +95,7 @@ class ServerConfig(Keys):
     max_running_requests: Count = 64
     """sequences that a server decodes at once"""
     max_total_tokens: Count = 16384
-    """tokens in a server's key-value cache"""
+    """tokens in SGLang's key-value cache; the small server has no such limit"""
 
 
 class NormConfig(Keys):

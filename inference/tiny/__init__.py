@@ -1,1 +1,1 @@
-"""A small inference server. Read server.py, scheduler.py, model.py, then sampling.py."""
+"""A small inference server. Read server.py, sampling.py, scheduler.py, then model.py."""
