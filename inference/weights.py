@@ -95,7 +95,7 @@ def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: s
     for file in Path(source_dir).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copy(file, partial)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     partial.replace(target)

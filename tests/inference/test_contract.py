@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from datetime import timedelta
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine import EngineError, RemoteInfEngine
 from inference import weights
 from inference.io_struct import CallParameters, GenerationHyperparameters, ModelRequest
-from inference.weights import WeightUpdateMeta, join_group
+from inference.weights import WeightUpdateMeta
 
 URL = os.environ.get("POCKET_AREAL_CONTRACT_URL", "")
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
@@ -304,27 +303,6 @@ def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     assert answer.status_code == 400
     assert server.version() == version
     assert server.generate(6, temperature=0.0)["output_ids"] == before
-
-
-class Blocking:
-    """A gloo group whose broadcasts wait, as NCCL's first one does, until every server has the
-    tensor."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        work = self.group.broadcast(tensor, root)
-        work.wait(timedelta(seconds=60))
-        return work
-
-    def shutdown(self) -> None:
-        self.group.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def blocking_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "join_group", lambda *arguments: Blocking(join_group(*arguments)))
 
 
 class Other:
