@@ -463,17 +463,6 @@ def test_a_reward_set_after_the_tensors_shows() -> None:
     assert rows_of(cache)["1"]["rewards"] == 2.0
 
 
-def test_an_unsampled_token_is_never_trained() -> None:
-    """One other token in the prompt begins a new row."""
-    cache = cache_of(
-        turn([user("q")], "a", prompt=[1, 2], tokens=[3, 4]),
-        turn([user("q"), said("a"), user("r")], prompt=[1, 2, 3, 99, 5], tokens=[6]),
-    )
-    assert cache["1"].parent is cache["0"]
-    assert rows_of(cache).keys() == {"0", "1"}
-    assert rows_of(cache)["1"]["loss_mask"] == [0, 0, 0, 0, 0, 1]
-
-
 def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
     """In the second leaf it is context."""
     cache = cache_of(turn([user("q")], "a", prompt=[1], tokens=[2, 3]))

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 from harness import ScriptedEngine
 
 from calls.client import OpenAIProxyClient
@@ -66,28 +65,6 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
     with pytest.raises(Refusal) as gone:
         await client.export_interactions()
     assert gone.value.status == 404
-
-
-async def test_the_tensors_are_the_exported_ones(
-    http: httpx.AsyncClient, client: OpenAIProxyClient
-) -> None:
-    """With the documents' dtypes. The reward and the tokens are those of the last turn."""
-    async with client:
-        _, leaf = await talk(http, client, 2)
-        await client.set_last_reward(1.0)
-    (row,) = (await client.export_interactions(discount=0.5, style="concat")).values()
-    assert (row.interaction_id, row.turn, row.reward) == (leaf, 1, 1.0)
-    tensors = row.to_tensor_dict()
-    ids = row.tokens.input_tokens + row.tokens.output_tokens
-    assert tensors["input_ids"][0].tolist() == ids
-    for name in ("input_ids", "loss_mask", "versions"):
-        assert tensors[name].dtype == torch.int32
-    assert tensors["attention_mask"].dtype == torch.bool
-    assert tensors["logprobs"].dtype == torch.float32
-    trained = tensors["loss_mask"] == 1
-    assert tensors["turn_rewards"][trained].tolist() == [0.5] * 3 + [1.0] * 3
-    assert tensors["turn_ids"][trained].tolist() == [0] * 3 + [1] * 3
-    assert set(tensors["versions"][trained].tolist()) == {4}
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

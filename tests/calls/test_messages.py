@@ -246,6 +246,22 @@ def test_two_replies_in_a_row_stay_two() -> None:
     assert ask("responses", input="hello").messages == HELLO
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}},
+        {"type": "input_file", "file_data": "iVBO", "filename": "a.pdf"},
+        {"type": "document", "source": {"type": "base64", "data": "iVBO"}},
+    ],
+)
+def test_an_image_or_a_file_becomes_a_text(part: dict[str, Any]) -> None:
+    """In a message and in a tool's result."""
+    talk = [{"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}]
+    talk += [{"role": "tool", "tool_call_id": "c", "content": [part]}]
+    texts = [message["content"] for message in ask(messages=talk).messages]
+    assert texts == [f"Look: {messages.PLACEHOLDER}", messages.PLACEHOLDER]
+
+
 def test_blocks_beside_a_tools_result_are_kept() -> None:
     """Each result is a message, and what is next to it another."""
     result = {"type": "tool_result", "tool_use_id": "c", "content": "21"}

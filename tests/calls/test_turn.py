@@ -235,30 +235,6 @@ async def test_the_sdk_retries_by_itself(start: Start) -> None:
     assert list(await harness.export(session)) == [completion.id]
 
 
-async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
-    """As opencode makes one while the agent's turn runs."""
-    harness = start("a title", "done")
-    session = await harness.start()
-    harness.engine.hold = asyncio.Event()
-    path = f"/{session}/{PATH}"
-    talks = [
-        [{"role": "system", "content": text}, *HELLO] for text in ("You write titles.", "You code.")
-    ]
-    title, main = ({"stream": True, "messages": talk} for talk in talks)
-    main["tools"] = TOOLS
-    calls = [Connection(harness, path, title), Connection(harness, path, main)]
-    while len(harness.engine.requests) < 2:
-        await asyncio.sleep(0)
-    harness.engine.hold.set()
-    for call in calls:
-        await call.rest()
-    assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1.0})).status_code == 200
-    rows = (await harness.export(session, style="concat")).values()
-    exported = {row["output_message_list"][0]["content"]: row for row in rows}
-    assert {said: i["reward"] for said, i in exported.items()} == {"a title": None, "done": 1.0}
-    assert sum(exported["a title"]["tensors"]["loss_mask"]) == 0
-
-
 # A real server
 
 

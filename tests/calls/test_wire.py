@@ -1,7 +1,6 @@
 """Raw JSON requests in all three protocols get the replies and errors that the vendors' clients
 expect, and their turns are one conversation."""
 
-import base64
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from calls.messages import PLACEHOLDER
 from calls.replies import PROTOCOLS
 from engine import RemoteInfEngine
 from proxy import create_app
@@ -24,7 +22,6 @@ Start = Callable[..., Harness]
 Items = list[dict[str, Any]]
 NAMES = list(PROTOCOLS)
 CALL = 'Let me see.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-PNG = base64.b64encode(b"\x89PNG" + bytes(range(256))).decode()
 
 
 def user(text: Any = "hello") -> dict[str, Any]:
@@ -154,45 +151,6 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
     prompts = [request.input_ids for request in harness.engine.requests]
     for before, after in itertools.pairwise(prompts):
         assert after[: len(before)] == before
-    assert len(await harness.export(session, style="concat")) == 1
-
-
-# ---- images and files
-
-PARTS: dict[str, Items] = {
-    "chat/completions": [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
-        {"type": "file", "file": {"file_data": PNG, "filename": "a.pdf"}},
-        {"type": "input_audio", "input_audio": {"data": PNG, "format": "wav"}},
-    ],
-    "responses": [
-        {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}", "detail": "auto"},
-        {"type": "input_file", "file_data": PNG, "filename": "a.pdf"},
-    ],
-    "messages": [
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
-        {
-            "type": "document",
-            "source": {"type": "base64", "media_type": "application/pdf", "data": PNG},
-        },
-    ],
-}
-
-
-@pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in PARTS[name]])
-async def test_an_image_becomes_a_text(
-    start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]
-) -> None:
-    """An image or a file in a message or in a tool result becomes a placeholder text."""
-    harness = start(CALL, "a cat")
-    text = {"type": "input_text" if name == "responses" else "text", "text": "Look: "}
-    session, items = await harness.start(), [user([text, part])]
-    reply = await ask(harness, session, name, items, tools=[offer(name)])
-    items += [*echo(name, reply), result(name, reply, [part])]
-    await ask(harness, session, name, items, tools=[offer(name)])
-    prompt = tiny_tokenizer.decode(harness.engine.requests[1].input_ids)
-    assert f"user\nLook: {PLACEHOLDER}<|im_end|>" in prompt
-    assert f"tool\n{PLACEHOLDER}<|im_end|>" in prompt
     assert len(await harness.export(session, style="concat")) == 1
 
 
