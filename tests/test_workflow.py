@@ -311,10 +311,3 @@ def test_what_cannot_be_resolved_says_what_is_missing(
     """In the words of the error."""
     with pytest.raises(error, match=message):
         resolve_workflow(workflow, kwargs, proxy=proxy)
-
-
-def test_the_scope_of_statistics_follows_the_context() -> None:
-    """It is also the folder of the dumps."""
-    for is_eval, scope in ((True, "eval-rollout"), (False, "rollout")):
-        workflow_context.set(WorkflowContext(is_eval=is_eval))
-        assert workflow_context.stat_scope() == scope

@@ -157,14 +157,6 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
         assert torch.equal(times, predicted.float())
 
 
-def test_cutting_is_the_same_every_time():
-    """Rows of equal length keep their order, so a repeated run makes the same mini-batches."""
-    assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
-    batch = make_batch((4, 9, 4, 8)) | {"row": torch.arange(4)}
-    rows = [piece.tokens["row"].unique() for piece in cut_rows(batch, 18)]
-    assert [found.tolist() for found in rows] == [[1, 3], [0, 2]]
-
-
 # ---- the update
 
 

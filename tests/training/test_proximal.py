@@ -16,13 +16,6 @@ def test_alpha_is_where_the_version_lies():
     assert interpolation(v_b, 7, 0.0).tolist() == [0, 1, 1, 1, 0]
 
 
-def test_a_stale_token_of_the_first_mini_batch_gets_pi_theta():
-    """There pi_theta still is pi_prox, so the guess is exact."""
-    old, theta = -3 * torch.rand(50), -3 * torch.rand(50)
-    alpha = interpolation(torch.zeros(50, dtype=torch.int), 4, 0.0)
-    torch.testing.assert_close(loglinear(old, theta, alpha), theta)
-
-
 def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
     """alpha is 0, so log pi_prox is log pi_behav, and every weight 1."""
     g = torch.Generator().manual_seed(0)

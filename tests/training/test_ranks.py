@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainers import gradients, make_batch, parameters, prepare, start_actor
 
-from training import ranks
 from training.ranks import share
 
 SGD_STEPS = 5
@@ -106,29 +105,6 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
 
 
 # ---- the tests
-
-
-@pytest.mark.parametrize(
-    ("rank", "gpu", "given", "cumem"), [(None, 0, None, "0"), ("3", 3, "1", "1")]
-)
-def test_a_rank_chooses_its_gpu_before_it_joins(monkeypatch, rank, gpu, given, cumem) -> None:
-    """Then torch need not guess it. NCCL_CUMEM_ENABLE is SGLang's, unless the user sets it."""
-    calls: list[Any] = []
-    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ranks.torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)
-
-    def join(backend: str, **_: Any) -> None:
-        calls.extend([backend, os.environ["NCCL_CUMEM_ENABLE"]])
-
-    monkeypatch.setattr(ranks.dist, "init_process_group", join)
-    names = ("RANK", "LOCAL_RANK", "GLOO_SOCKET_IFNAME")
-    for name, value in dict.fromkeys(names, rank).items() | {("NCCL_CUMEM_ENABLE", given)}:
-        monkeypatch.setenv(name, value or "")  # so that it is restored
-        if value is None:
-            monkeypatch.delenv(name)
-    ranks.join_ranks()
-    assert calls == [gpu, "cpu:gloo,cuda:nccl", cumem]
 
 
 def run_ranks(n: int, program: str, model_dir: Path, out: Path) -> None:
