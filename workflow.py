@@ -6,6 +6,7 @@ agent's calls with their tokens and rewards (cache.py), or None, which rejects t
 raises has failed.
 
     RLVRWorkflow            one prompt, one answer, and a function that computes its reward
+    MultiTurnWorkflow       one prompt, and new answers until one has a positive reward
     OpenAIProxyWorkflow     an agent: anything with `async def run(self, data, **extra_kwargs)`
     GroupedRolloutWorkflow  several episodes of another workflow for one prompt
 
@@ -30,6 +31,7 @@ import copy
 import functools
 import inspect
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -41,6 +43,7 @@ import torch
 
 from cache import Interaction
 from calls.client import OpenAIProxyClient, sdk_http
+from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.wire import PerLoop, make_transport, many_connections
@@ -152,6 +155,38 @@ class RLVRWorkflow(RolloutWorkflow):
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
         ids = response.input_tokens, response.output_tokens
         return await self.async_reward_fn(*map(self.tokenizer.decode, ids), *ids, **data)
+
+
+@dataclass(eq=False)
+class MultiTurnWorkflow(RLVRWorkflow):
+    """Sample answers until one has a positive reward, with `reflection_message` between them.
+
+    After k answers the reward is turn_discount^(k-1) times that of the last one. Sampled tokens are
+    never tokenised again (calls/prompts.py). A full context also ends the conversation.
+    """
+
+    max_turns: int = 3
+    turn_discount: float = 0.9
+    reflection_message: str = "That is not right. Think about what went wrong, then answer again."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.prompts = PromptBuilder(self.tokenizer)
+        if not self.prompts.splices:
+            raise ValueError("MultiTurnWorkflow: the chat template renders history anew each turn")
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        context = getattr(engine, "context_length", None) or math.inf  # tokens
+        prompt_ids = self.prompt_ids(data["messages"])
+        reflection = [{"role": "user", "content": self.reflection_message}]
+        turns: list[ModelResponse] = []
+        while not turns or len(prompt_ids) < context:
+            turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
+            reward = await self.reward(turns[-1], data)
+            if reward > 0 or len(turns) == self.max_turns:
+                break
+            prompt_ids = self.prompts.extend(turns[-1], reflection, {})
+        return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 
 
 @dataclass(eq=False)
