@@ -5,12 +5,9 @@ It finds no broken property, and every error that is planted into the shipped mo
 """
 
 import inspect
-import re
-from collections import Counter
 from types import ModuleType
 
 import pytest
-from conftest import ROOT
 from explore import turns
 from explore.planted import find_error, with_mutant
 from explore.search import explore, walk
@@ -45,7 +42,7 @@ LAST_REPLY = "return self.task.result() and self.session.cache.finished()[-1].re
 TOO_SHORT = "return self.extend(parent.tokens, [],"
 FORGETS = "        del self.sessions[session.session_id]\n"
 # property, bounds, module, code, planted error
-TURN_MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
+MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("once", X, proxy, "session.turns.get(key) if is_retry else None", "None"),
     ("once", X, proxy, "session.turns.get(key) if is_retry else", "session.turns.get(key) or"),
     ("once", X, proxy, "if turn is None or turn.failed:", "if turn is None:"),
@@ -74,7 +71,7 @@ PROXY = cache, calls.prompts, calls.sessions, calls.turn, proxy
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("name", "bounds", "module", "line", "changed"), TURN_MUTANTS)
+@pytest.mark.parametrize(("name", "bounds", "module", "line", "changed"), MUTANTS)
 def test_a_planted_error_of_a_call_is_found_by_name(
     name: str, bounds: TurnBounds, module: ModuleType, line: str, changed: str
 ) -> None:
@@ -82,18 +79,7 @@ def test_a_planted_error_of_a_call_is_found_by_name(
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
-@pytest.mark.parametrize(("module", "line"), [error[2:4] for error in TURN_MUTANTS])
+@pytest.mark.parametrize(("module", "line"), [error[2:4] for error in MUTANTS])
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
     """A quick look at what the slow tests change."""
     assert inspect.getsource(module).count(line) == 1
-
-
-def test_each_property_has_two_planted_errors() -> None:
-    """And those that docs/protocol.md promises are among them."""
-    planted = Counter(f"turns: {name}" for name, *_ in TURN_MUTANTS)
-    assert min(planted.values()) >= 2
-    page = (ROOT / "docs/protocol.md").read_text()
-    rows = re.findall(r"\| turns: ([\w, ]+) \|$", page, re.MULTILINE)
-    assert {f"turns: {name}" for names in rows for name in names.split(", ")} <= {*planted}
-    for name in re.findall(r"Broken\(\s*\"(\w+)\"", inspect.getsource(turns)):
-        assert f"turns: {name}" in planted
