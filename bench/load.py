@@ -66,10 +66,7 @@ def process(
     """Run the Python module of a server or a proxy as a process until the `with` block ends. Yields
     the URL and the Popen of the process."""
     command = [sys.executable, "-m", module, "--model-path", str(model), *options]
-    with (
-        (log or Path(os.devnull)).open("a") as out,
-        server_process(*command, out=out) as (url, child),
-    ):
+    with server_process(*command, log=log) as (url, child):
         yield url, child
         assert child.poll() is None, f"{module} died"
 

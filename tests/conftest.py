@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -158,41 +158,29 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
         watchdog.cancel()
 
 
-def wait_until_up(
-    url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 300
-) -> None:
-    """Ask until the server answers 200. Raises RuntimeError if its process ends."""
-    import httpx
-
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"{process.args!r} ended with code {process.returncode}")
-        try:
-            if httpx.get(url + path, timeout=5, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise TimeoutError(f"{url} did not come up")
-
-
 @contextmanager
 def server_process(
-    *command: str, out: Any = None, seconds: float = 300
+    *command: str, log: Path | None = None, seconds: float = 300
 ) -> Iterator[tuple[str, subprocess.Popen]]:
     """Run a server with a free port until the `with` block ends. Yield its URL and process.
 
-    It must answer within `seconds`. `out` gets its output.
+    It must answer within `seconds`. `log`, a path that ends with .log, gets its output.
     """
-    port = free_port()
-    whole = [*command, "--port", str(port)]
-    process = subprocess.Popen(whole, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
-    try:
-        wait_until_up(url := f"http://127.0.0.1:{port}", process, seconds=seconds)
-        yield url, process
-    finally:
-        process.terminate()
-        process.wait(timeout=120)
+    from run.launch import Child
+
+    with TemporaryDirectory() as folder:
+        log = log or Path(folder) / "server.log"
+        child = Child(log.stem, [*command])
+        child.start(log.parent)
+        watchdog = threading.Timer(seconds, child.process.kill)
+        watchdog.start()
+        try:
+            url = child.wait_ready()
+            watchdog.cancel()
+            yield url, child.process
+        finally:
+            watchdog.cancel()
+            child.end()
 
 
 StartServer = Callable[..., str]
@@ -216,13 +204,12 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
     """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yield its URL."""
     command = [sys.executable, "-m", "inference.with_parent", SGLANG]
     command += [str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), *extra]
-    with log.open("wb") as out:
-        try:
-            with server_process(*command, out=out, seconds=400) as (url, _):
-                yield url
-        except BaseException:
-            print(log.read_text(errors="replace")[-3000:])  # pytest shows it
-            raise
+    try:
+        with server_process(*command, log=log, seconds=400) as (url, _):
+            yield url
+    except BaseException:
+        print(log.read_text(errors="replace")[-3000:])  # pytest shows it
+        raise
 
 
 @pytest.fixture(scope="session")
@@ -238,20 +225,20 @@ def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
 
     command = [sys.executable, "-m", "proxy", "--server", tiny_server, "--exit-with-parent"]
     command += ["--model-path", str(tiny_model_dir), "--admin-key", "secret", "--seed", "1"]
-    with server_process(*command, out=subprocess.DEVNULL) as (url, _):
+    with server_process(*command) as (url, _):
         yield ProxyAddress(url, "secret")
 
 
 @pytest.fixture
 async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
     """A function start(*texts, **options) that makes a Harness whose engine answers with these
-    texts in order."""
+    texts in order; `tokenizer` and `engine` replace its own."""
     from harness import Harness
 
     made: list[Harness] = []
 
-    def start(*texts: str, **options: Any) -> Harness:
-        made.append(Harness(tiny_tokenizer, *texts, **options))
+    def start(*texts: str, tokenizer: Any = tiny_tokenizer, **options: Any) -> Harness:
+        made.append(Harness(tokenizer, *texts, **options))
         return made[-1]
 
     yield start

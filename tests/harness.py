@@ -60,10 +60,11 @@ class ScriptedEngine:
 
 
 class Harness:
-    """A proxy in this process, its ScriptedEngine, and an HTTP client of it."""
+    """A proxy in this process, an HTTP client of it, and its engine, which is scripted if none is
+    given."""
 
-    def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
-        self.engine = ScriptedEngine(tokenizer, *texts)
+    def __init__(self, tokenizer: Any, *texts: str, engine: Any = None, **options: Any) -> None:
+        self.engine = engine or ScriptedEngine(tokenizer, *texts)
         self.app = create_app(self.engine, tokenizer, "admin", **options)
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://proxy")

@@ -54,11 +54,11 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(
 
 
 async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
-    tiny_tokenizer: Any,
+    start: Start, tiny_tokenizer: Any
 ) -> None:
     """The model may sample tokens that differ from the tokenizer's encoding of the same text."""
     prompts = PromptBuilder(tiny_tokenizer)
-    harness = Harness(tiny_tokenizer)
+    harness = start()
     session = await harness.start()
     odd = [*tiny_tokenizer.encode("a"), tiny_tokenizer.pad_token_id, *tiny_tokenizer.encode("b")]
 
@@ -74,7 +74,6 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
     first, second = (request.input_ids for request in harness.engine.requests)
     assert second[: len(first) + 3] == first + odd
     assert first == prompts.prompt(Interaction(HELLO))
-    await harness.http.aclose()
 
 
 THINKS = {  # like Qwen's template, like DeepSeek's, and one without <think> after a tool's result
@@ -89,13 +88,13 @@ THINKS = {  # like Qwen's template, like DeepSeek's, and one without <think> aft
 @pytest.mark.parametrize("on", [None, True, False])
 @pytest.mark.parametrize("forced", [True, False])
 async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
-    tiny_tokenizer: Any, switch: str, on: bool | None, forced: bool
+    start: Start, tiny_tokenizer: Any, switch: str, on: bool | None, forced: bool
 ) -> None:
     """If it ends with <think>, the beginning of the answer is reasoning."""
     head = "<|im_start|>assistant\n"
     template = tiny_tokenizer.chat_template.replace(head, head + THINKS[switch])
     own = with_template(tiny_tokenizer, template)
-    harness = Harness(own)
+    harness = start(tokenizer=own)
     session, messages = await harness.start(), list(HELLO)
     variables = {} if on is None else {switch: on}
     options: Any = {"tools": [tool("f")], "extra_body": {"chat_template_kwargs": variables}}
@@ -121,7 +120,6 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
         assert sent.count("</think>") == rendered.count("</think>") + (inside and forced)
         result = {"role": "tool", "content": "r", "tool_call_id": message["tool_calls"][0]["id"]}
         messages += [message, result]
-    await harness.http.aclose()
 
 
 # ---- sampling
@@ -269,15 +267,15 @@ async def test_an_engines_refusal_is_passed_on(
     assert len(await harness.export(session)) == 1
 
 
-async def test_a_template_that_refuses_is_a_400(tiny_tokenizer: Any) -> None:
+async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
     """With the template's message, for example about the order of roles."""
     refusal = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
-    harness = Harness(with_template(tiny_tokenizer, refusal + tiny_tokenizer.chat_template))
+    own = with_template(tiny_tokenizer, refusal + tiny_tokenizer.chat_template)
+    harness = start(tokenizer=own)
     body = {"messages": [{"role": "tool", "content": "2"}]}
     answer = await harness.post(f"/{await harness.start()}/v1/chat/completions", body)
     assert answer.status_code == 400
     assert "no tool first" in answer.json()["error"]["message"]
-    await harness.http.aclose()
 
 
 @pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])

@@ -6,7 +6,7 @@ HTTP, SDKs and a server.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -18,7 +18,6 @@ from harness import HELLO, Connection, Harness, reply_message, sdk, tool
 
 from calls.client import OpenAIProxyClient, ProxyAddress
 from engine import EngineError, RemoteInfEngine
-from proxy import create_app
 from workflow import AgentsClient
 
 pytestmark = pytest.mark.anyio
@@ -238,47 +237,35 @@ async def test_the_sdk_retries_by_itself(start: Start) -> None:
 # A real server
 
 
-@pytest.fixture
-async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
-    """A harness whose engine uses a real server process."""
-    engine = RemoteInfEngine([tiny_server])
-    await asyncio.to_thread(engine.initialize)
-    harness = Harness(tiny_tokenizer)
-    harness.app = create_app(engine, tiny_tokenizer, "admin", sampling={"max_new_tokens": 600})
-    harness.http._transport = type(harness.http._transport)(harness.app)  # type: ignore[call-arg]
-    yield harness
-    await harness.http.aclose()
-    await asyncio.to_thread(engine.destroy)
-
-
-async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -> None:
+async def test_a_paused_server_holds_requests(start: Start, real_engine: RemoteInfEngine) -> None:
     """A call during a weight update waits, and is answered after it."""
-    engine = real.app.state.proxy.engine
+    real = start(engine=real_engine)
     session = await real.start()
-    await asyncio.to_thread(engine.pause)
+    await asyncio.to_thread(real_engine.pause)
     calls = [
         Connection(real, f"/{session}/{PATH}", {**CHAT, "stream": streams, "max_tokens": 5})
         for streams in (True, False)
     ]
     while (
         "waiting=2"
-        not in (await asyncio.to_thread(engine.servers.post_all, "/model_info"))[0]["state"]
+        not in (await asyncio.to_thread(real_engine.servers.post_all, "/model_info"))[0]["state"]
     ):
         pass
     assert not any(call.task.done() for call in calls)
-    await asyncio.to_thread(engine.resume)
+    await asyncio.to_thread(real_engine.resume)
     assert [await call.status() for call in calls] == [200, 200]
     for call in calls:
         await call.rest()
     assert len(await real.export(session)) == 2
 
 
-async def test_a_hang_up_frees_the_server(real: Harness) -> None:
+async def test_a_hang_up_frees_the_server(start: Start, real_engine: RemoteInfEngine) -> None:
     """The engine tells the server to stop."""
+    real = start(engine=real_engine)
     session = await real.start()
     body = {**CHAT, "max_tokens": 1500, "seed": 1}
     call = Connection(real, f"/{session}/{PATH}", body)
-    servers = real.app.state.proxy.engine.servers
+    servers = real_engine.servers
     while "running=1" not in (await asyncio.to_thread(servers.post_all, "/model_info"))[0]["state"]:
         pass
     await call.hang_up()

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 from calls.replies import PROTOCOLS
 from engine import RemoteInfEngine
-from proxy import create_app
 
 pytestmark = pytest.mark.anyio
 
@@ -83,9 +82,11 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("later", ["no tools", "other tools", "other order"])
-async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, later: str) -> None:
+async def test_a_client_may_change_its_tools(
+    start: Start, tool_tokenizer: Any, name: str, later: str
+) -> None:
     """The turns still are one path of the tree, though the prompt is rendered anew."""
-    harness = Harness(tool_tokenizer, CALL, "21 degrees", "bye")
+    harness = start(CALL, "21 degrees", "bye", tokenizer=tool_tokenizer)
     session, items = await harness.start(), [user()]
     first, second = offer(name), offer(name, "g")
     changed = {"no tools": [], "other tools": [second], "other order": [second, first]}[later]
@@ -103,18 +104,17 @@ async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, lat
     assert [row["parent"] for row in rows.values()] == [None, *names[:2]]
     assert [row["reward"] for row in rows.values()] == [0.25, 0.5, 1.0]
     assert all(sum(row["tensors"]["loss_mask"]) for row in rows.values())
-    await harness.http.aclose()
 
 
 @pytest.mark.parametrize(
     "change", [{}, {"tools": []}, {"chat_template_kwargs": {"a": 1}}, {"instructions": "Be wordy."}]
 )
 async def test_a_response_goes_on_from_the_one_it_names(
-    tool_tokenizer: Any, change: dict[str, Any]
+    start: Start, tool_tokenizer: Any, change: dict[str, Any]
 ) -> None:
     """Its conversation comes before the new messages, and its tokens, if nothing else differs.
     With other instructions it is another conversation."""
-    harness = Harness(tool_tokenizer, "one", "two")
+    harness = start("one", "two", tokenizer=tool_tokenizer)
     session = await harness.start()
     fields = {"instructions": "Be terse.", "tools": [offer("responses")]}
     first = await ask(harness, session, "responses", [user()], **fields)
@@ -133,7 +133,6 @@ async def test_a_response_goes_on_from_the_one_it_names(
         add_generation_prompt=True,
         tokenize=False,
     )
-    await harness.http.aclose()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,24 +171,15 @@ async def test_a_stop_string_ends_the_text(start: Start, name: str) -> None:
     assert sum(row["tensors"]["loss_mask"]) == len(tokens) + 1 + len("four") + 1
 
 
-@pytest.fixture
-async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
-    """A proxy in this process, whose engine uses a real server with a context of 2,048 tokens."""
-    harness = Harness(tiny_tokenizer)
-    harness.app = create_app(real_engine, tiny_tokenizer, "admin")
-    harness.http._transport.app = harness.app  # type: ignore[attr-defined]
-    yield harness
-    await harness.http.aclose()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_full_context_is_said_in_each_vendors_way(
-    limited: Harness, name: str, stream: bool
+    start: Start, real_engine: RemoteInfEngine, name: str, stream: bool
 ) -> None:
     """OpenAI has an error code for it, and Anthropic the beginning of a message."""
-    session = await limited.start()
-    answer = await limited.post(
+    harness = start(engine=real_engine)
+    session = await harness.start()
+    answer = await harness.post(
         f"/{session}/v1/{name}", body_of(name, [user("x" * 3000)], stream=stream)
     )
     error = answer.json()["error"]
@@ -197,7 +187,7 @@ async def test_a_full_context_is_said_in_each_vendors_way(
     assert error["message"].startswith("prompt is too long: 3")
     assert error["message"].endswith(" tokens > 2048 maximum context length")
     assert error["code"] == "context_length_exceeded"
-    assert not limited.proxy.find(session).cache
+    assert not harness.proxy.find(session).cache
 
 
 # ---- strict validation

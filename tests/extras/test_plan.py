@@ -1,11 +1,8 @@
 """The plan of a run: which servers on which GPUs, and how much memory. No test needs a GPU."""
 
 import gc
-import os
 import re
 import resource
-import signal
-import subprocess
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, wait_until_up
+from conftest import ROOT
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import make_batch, make_config
@@ -306,17 +303,20 @@ def test_a_name_is_enough_for_a_plan(plan: Callable[..., str]) -> None:
     assert re.search(r"rank 0 +- +\?\n", text)
 
 
-def test_the_printed_commands_start_servers(tiny_model_dir: Path, plan: Callable[..., str]) -> None:
+def test_the_printed_commands_start_servers(
+    tiny_model_dir: Path, plan: Callable[..., str], tmp_path: Path
+) -> None:
     """A command can be pasted as it stands, and starts what the run would start."""
     text = plan(recipe(tiny_model_dir, "server.backend=tiny", "server.max_total_tokens=4096"), 0)
     [command] = [line for line in text.splitlines() if "inference.tiny.server" in line]
-    url = f"http://127.0.0.1:{command.split()[-1]}"
-    process = subprocess.Popen(["bash", "-c", command], start_new_session=True)
+    # The shell takes no notice of the words that Child adds, nor gets its PYTHONPATH.
+    child = Child("pasted", ["env", "-u", "PYTHONPATH", "bash", "-c", command])
+    child.start(tmp_path)
+    child.url = f"http://127.0.0.1:{command.split()[-1]}"
     try:
-        wait_until_up(url, process)
+        child.wait_ready()
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        child.end()
 
 
 def test_the_command(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ def server(
         else:
             model_dir = request.getfixturevalue("tiny_model_dir")
             if request.param == "sglang":
-                log = tmp_path_factory.mktemp("sglang") / "log"
+                log = tmp_path_factory.mktemp("sglang") / "server.log"
                 small = ("--dtype", "float32", "--max-total-tokens", "8192", *slots)
                 url = stack.enter_context(run_sglang(model_dir, log, *small))
             else:

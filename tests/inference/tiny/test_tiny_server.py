@@ -382,14 +382,11 @@ def test_ctrl_c_ends_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Even while a request runs, and without a traceback."""
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
     long = {"max_new_tokens": 2000, "ignore_eos": True}
-    with (
-        (tmp_path / "log").open("w") as log,
-        ThreadPoolExecutor() as pool,
-        server_process(*command, out=log) as (url, process),
-    ):
+    log = tmp_path / "server.log"
+    with ThreadPoolExecutor() as pool, server_process(*command, log=log) as (url, process):
         pool.submit(post, url, "/generate", {"input_ids": [1], "sampling_params": long})
         while "running=1" not in httpx.get(url + "/server_info").json()["state"]:
             pass
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
-    assert "RuntimeError" not in (tmp_path / "log").read_text()
+    assert "RuntimeError" not in log.read_text()
