@@ -2,7 +2,6 @@
 the trainer."""
 
 import asyncio
-import math
 import os
 import re
 import socket
@@ -12,14 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from conftest import ROOT
 from harness import ADMIN, HELLO, Harness, reply_message, sdk, tool, with_template
 
 from cache import Interaction
 from calls.prompts import PromptBuilder
-from calls.sessions import ProxyAddress
 from engine import EngineError
 from inference.io_struct import ModelRequest, ModelResponse, call_seed
 from proxy import main
@@ -30,27 +27,6 @@ Start = Callable[..., Harness]
 
 
 # ---- tokens
-
-
-async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(
-    start: Start, tiny_tokenizer: Any
-) -> None:
-    """The parent's prompt, its output, and the tokens of the new messages."""
-    harness = start("one", "two", "three")
-    session, messages = await harness.start(), list(HELLO)
-    for question in ("second", "third", "last"):
-        completion = await harness.chat(session, messages)
-        messages += [reply_message(completion), {"role": "user", "content": question}]
-    prompts = [request.input_ids for request in harness.engine.requests]
-    options = {"add_generation_prompt": True, "return_dict": False}
-    assert prompts[0] == tiny_tokenizer.apply_chat_template(HELLO, **options)
-    tail = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    for k, (said, question) in enumerate([("one", "second"), ("two", "third")]):
-        output = [*tiny_tokenizer.encode(said), tiny_tokenizer.eos_token_id]
-        new = tiny_tokenizer.encode(tail.format(question))
-        assert prompts[k + 1] == prompts[k] + output + new
-    # This tokenizer has only one encoding of each text.
-    assert prompts[2] == tiny_tokenizer.apply_chat_template(messages[:5], **options)
 
 
 async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
@@ -472,31 +448,3 @@ def test_an_admin_key_is_never_printed(tiny_model_dir: Any, tiny_server: str, so
     rest, _ = process.communicate(timeout=60)
     assert re.fullmatch(r"proxy at http://127\.0\.0\.1:\d+\n", line)
     assert "s3cret" not in line + rest
-
-
-async def test_end_to_end_with_real_servers(proxy: ProxyAddress) -> None:
-    """Three processes: an SDK, a proxy and a server."""
-    url, headers = proxy.proxy_addr, {"Authorization": f"Bearer {proxy.admin_key}"}
-    async with httpx.AsyncClient(base_url=str(url), headers=headers, timeout=30) as http:
-        await http.post("/grant_capacity")
-        started = await http.post("/rl/start_session", json={"task_id": "t"})
-        session, messages = started.json()["session_id"], list(HELLO)
-        base_url = f"{url}/{session}/v1"
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="DUMMY", max_retries=0) as client:
-            create: Any = client.chat.completions.create
-            for _ in range(3):
-                reply = await create(model="m", messages=messages, max_completion_tokens=12)
-                messages.append(reply.choices[0].message.model_dump())
-                messages.append({"role": "user", "content": "?"})
-            with pytest.raises(openai.BadRequestError, match="context"):
-                await create(model="m", messages=[{"role": "user", "content": "x" * 3000}])
-        await http.post(f"/{session}/rl/set_reward", json={"reward": 1})
-        await http.post(f"/{session}/rl/end_session")
-        export = {"session_id": session, "discount": 0.5, "style": "concat"}
-        answer = (await http.post("/export_trajectories", json=export)).json()
-    (row,) = [interaction["tensors"] for interaction in answer["interactions"].values()]
-    assert {0, 1, 2} <= set(row["turn_ids"])
-    trained = [t for t, mask in enumerate(row["loss_mask"]) if mask]
-    assert {row["versions"][t] for t in trained} == {0}
-    assert all(row["logprobs"][t] < 0 and math.isfinite(row["logprobs"][t]) for t in trained)
-    assert sorted({row["turn_rewards"][t] for t in trained}) == [0.25, 0.5, 1.0]

@@ -10,9 +10,13 @@ import anthropic
 import httpx2
 import openai
 import pytest
+from anthropic.types import RawMessageStreamEvent
 from harness import HELLO, normal, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from calls.client import sdk_http
 from calls.messages import AgentRequest, Message, canonical, parse
@@ -122,6 +126,11 @@ def sent_back(name: str, reply: dict[str, Any]) -> Message:
     return normal({"role": "assistant", "content": reply["content"]})
 
 
+TYPES: dict[str, tuple[TypeAdapter, TypeAdapter]] = {
+    "chat/completions": (TypeAdapter(ChatCompletion), TypeAdapter(ChatCompletionChunk)),
+    "responses": (TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)),
+    "messages": (TypeAdapter(anthropic.types.Message), TypeAdapter(RawMessageStreamEvent)),
+}
 ARGUMENTS = st.dictionaries(st.text(), st.text())
 MESSAGES = st.builds(
     lambda text, reasoning, calls: said(text, *calls, reasoning=reasoning),
@@ -136,10 +145,17 @@ MESSAGES = st.builds(
 def test_a_stream_is_the_whole_reply(
     name: str, message: dict[str, Any], stop_reason: str, progress: int
 ) -> None:
-    """The SDKs' helpers build the whole reply, however long it took."""
-    raw = streamed(name, message, stop_reason, progress)
-    assert bare(accumulated(name, raw)) == bare(whole(name, message, stop_reason))
-    assert nulls([data for _, data in frames_of(raw)]) == []
+    """The SDKs' helpers build the whole reply, however long it took, and both have all fields that
+    the installed SDKs' types require."""
+    raw, reply = streamed(name, message, stop_reason, progress), whole(name, message, stop_reason)
+    assert bare(accumulated(name, raw)) == bare(reply)
+    others = ("[DONE]", {"type": "ping"})  # which the SDKs have no types for
+    events = [data for _, data in frames_of(raw) if data not in others]
+    assert nulls(events) == []
+    complete, event = TYPES[name]
+    complete.validate_python(reply)
+    for data in events:
+        event.validate_python(data)
 
 
 @settings(deadline=None)

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from runs import SMALL_GUESS, WITH_TEST_MODULES, command
+from runs import SMALL_GUESS, command, finish
 from test_engine import generated
 
 from engine import EngineError
@@ -467,11 +466,7 @@ def test_a_run_that_never_ends_its_first_step_is_stopped(
 ) -> None:
     """A strict doctor ends the run with the rule's line and code 1."""
     strict = ("callbacks=[extras.doctor.Strict]", sick)
-    words = command(tmp_path, *SMALL_GUESS, *strict)
-    done = subprocess.run(
-        words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1, done.stderr[-2000:]
+    done = finish(command(tmp_path, *SMALL_GUESS, *strict), code=1)
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith(f"error: doctor: step 1, {rule} =")
     assert "Traceback" not in done.stderr

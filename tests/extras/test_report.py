@@ -116,7 +116,8 @@ def read_page(page: str) -> list[dict[str, Any]]:
 
 
 def test_every_token_has_its_version_and_its_numbers(folder: Path) -> None:
-    """A turn has the batch's tokens, versions, log-probabilities, advantages and states."""
+    """A turn has the batch's tokens, versions, log-probabilities, advantages and states, and its
+    final reward."""
     [run] = read_page(make_page([folder]))
     step, batch = run["steps"][-1], make_batch()
     a, b, c = (turn for turn in step["turns"] if turn["task"] == 7)
@@ -128,16 +129,11 @@ def test_every_token_has_its_version_and_its_numbers(folder: Path) -> None:
         assert found == pytest.approx(batch[key][0, 5:7].tolist(), abs=1e-4)
     assert b["advantages"] == pytest.approx(batch["advantages"][0, 5:7].tolist(), abs=1e-4)
     assert b["advantages"][0] > 0
-
-
-def test_a_shared_turn_is_shown_once_with_its_final_reward(folder: Path) -> None:
-    """Two rows contain turn `a`; the page has it once, with two children."""
-    [run] = read_page(make_page([folder]))
-    a, b, c = (turn for turn in run["steps"][-1]["turns"] if turn["task"] == 7)
-    places = {id(turn): k for k, turn in enumerate(run["steps"][-1]["turns"])}
-    assert (a["parent"], b["parent"], c["parent"]) == (-1, places[id(a)], places[id(a)])
-    assert (a["reward"], b["reward"], c["reward"]) == (0.25, 1.0, 0.0)
-    signals = {group["task"]: group["signal"] for group in run["steps"][-1]["groups"]}
+    # Two rows contain turn `a`; the page has it once, with two children.
+    at = step["turns"].index(a)
+    assert [turn["parent"] for turn in (a, b, c)] == [-1, at, at]
+    assert [turn["reward"] for turn in (a, b, c)] == [0.25, 1.0, 0.0]
+    signals = {group["task"]: group["signal"] for group in step["groups"]}
     assert signals == {7: True, 8: False}, "equal rewards have advantages of 0"
 
 

@@ -173,21 +173,6 @@ def test_pause_starts_nothing_and_resume_goes_on(make_stage):
 # ---- rejected, replaced and dropped groups
 
 
-def test_rejected_groups_are_refilled(make_stage, background):
-    """New prompts replace those that were rejected or failed, until the batch is full."""
-    stage = make_stage(eta=0, batch=2)
-    batch = background(stage.dispatcher.active_submit_and_wait, prompts(), 2)
-    assert stage.started(2) == [0, 1]
-    stage.reject(0)
-    assert stage.started(1) == [2]
-    stage.crash(2, ValueError("one failing episode"))
-    assert stage.started(1) == [3]
-    stage.finish(3, 1)
-    assert [group.task_id for group in batch.result(DEADLINE)] == [1, 3]
-    stat = stage.manager.get_stats()
-    assert (stat.rejected, stat.failed) == (2, 1)
-
-
 def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
     """When a batch is taken, what the gate will admit at the next version is already pending."""
     stage = make_stage(eta=1, batch=2)

@@ -131,14 +131,10 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, failed_members=2)
 
 
-def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
-    """Another size is an error."""
+def test_a_dataloader_has_samples_and_the_batch_that_the_gate_counts(make: Make) -> None:
+    """Anything else is an error, and no endless search for a sample."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
-
-
-def test_an_empty_dataloader_is_an_error(make: Make) -> None:
-    """And no endless search for a sample."""
     with pytest.raises(ValueError, match="the dataloader is empty"):
         make().prepare_batch(loader([]), Echo())
 

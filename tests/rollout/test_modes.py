@@ -83,10 +83,16 @@ class Asks:
 
 def test_an_agent_may_return_a_number(run_agent: Run) -> None:
     """It is the last completion's reward; the one before has turn_discount times as much."""
-    [group], _ = run_agent(
-        Asks(lambda ids: np.float32(1)), turn_discount=0.5, export_style="individual"
-    )
-    assert group["rewards"].tolist() == [0.5, 1.0]
+    agent = Asks(lambda ids: np.float32(1), turns=3)
+    [group], _ = run_agent(agent, turn_discount=0.5, export_style="individual")
+    assert group["rewards"].tolist() == [0.25, 0.5, 1.0]
+    [row], _ = run_agent(agent, turn_discount=0.5, export_style="concat")
+    trained = row["loss_mask"] > 0
+    assert row["turn_ids"][trained].unique().tolist() == [0, 1, 2]
+    assert row["turn_rewards"][trained].unique().tolist() == [0.25, 0.5, 1.0]
+    assert row["versions"][trained].unique().tolist() == [0]
+    assert (row["logprobs"][trained] < 0).all()
+    assert row["logprobs"].isfinite().all()
 
 
 def test_an_agent_may_close_its_client(run_agent: Run) -> None:
@@ -106,6 +112,21 @@ def test_an_agent_may_close_its_client(run_agent: Run) -> None:
     assert len({*map(id, clients)}) == 1
     assert isinstance(clients[0], DefaultAioHttpClient)
     assert clients[0].is_closed
+
+
+def test_the_last_row_of_an_episode_is_of_the_conversation_itself(run_agent: Run) -> None:
+    """Side conversations, which have no reward, come first."""
+
+    class AsksForATitle(Asks):
+        async def run(self, data: dict, **client: Any) -> Any:
+            title = [{"role": "system", "content": "You write titles."}, *data["messages"]]
+            reward = await super().run(data, **client)
+            await super().run({"messages": title}, **client)
+            return reward
+
+    [group], _ = run_agent(AsksForATitle(lambda ids: 1.0, turns=1), export_style="individual")
+    assert group["side_conversations"].tolist() == [1, 0]
+    assert group["rewards"].tolist() == [0.0, 1.0]
 
 
 def test_a_dict_rewards_the_completions_it_names(run_agent: Run) -> None:

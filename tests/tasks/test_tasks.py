@@ -2,7 +2,6 @@
 determines the base model."""
 
 import io
-import json
 import random
 from typing import Any
 
@@ -43,9 +42,10 @@ def talk(*texts: str) -> list[dict]:
 
 
 @TASKS
-def test_base_model_is_deterministic(models: dict, task) -> None:
+def test_base_model_is_deterministic_and_an_ordinary_one(models: dict, task) -> None:
     """The same seed gives the same base model, and different seeds give different base models.
-    Making a model does not change the state of the caller's random generator."""
+    Making a model does not change the state of the caller's random generator. The Auto classes of
+    transformers load it, and the model and the tokenizer have the same end token."""
     state = torch.random.get_rng_state()
     first, again, other = (
         AutoModelForCausalLM.from_pretrained(models[task, *key]).state_dict()
@@ -55,12 +55,6 @@ def test_base_model_is_deterministic(models: dict, task) -> None:
     assert not all(torch.equal(first[name], other[name]) for name in first)
     base_model.make_qwen3(base_model.make_tokenizer(guess.WORDS), layers=1, context=64, seed=1)
     assert torch.equal(state, torch.random.get_rng_state())
-
-
-@TASKS
-def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
-    """The Auto classes of transformers load the base model, and the model and the tokenizer have
-    the same end token."""
     path = models[task, 1, 0]
     config = AutoModelForCausalLM.from_pretrained(path).config
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -159,40 +153,30 @@ def test_what_is_no_guess(answer: str | None) -> None:
     assert guess.parse(" 3 ") == 3
 
 
-class Endpoint:
-    """A fake chat-completions endpoint that gives scripted answers and records the requests."""
-
-    def __init__(self, *answers: str) -> None:
-        self.answers, self.asked = list(answers), list[list[dict]]()
-
-    def reply(self, request: Any) -> Any:
-        """Answer a request with the next scripted answer."""
-        self.asked.append(json.loads(request.content)["messages"])
-        message = {"role": "assistant", "content": self.answers.pop(0)}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "default"}
-        return sdk_http.Response(200, json=body | {"choices": [choice]})
-
-    async def play(self, secret: int) -> float:
-        """Let the agent play one game and return its reward."""
-        async with sdk_http.AsyncClient(transport=sdk_http.MockTransport(self.reply)) as http:
-            kwargs: Any = {"base_url": "http://test/v1", "http_client": http, "api_key": "DUMMY"}
-            return await guess.GuessAgent().run({"secret": secret}, **kwargs)
-
-
 @pytest.mark.anyio
-async def test_agent_plays_to_the_end() -> None:
+@pytest.mark.parametrize(
+    ("secret", "answers", "reward", "asked"),
+    [
+        (4, ["3", " 5", "4"], 1.0, [1, 3, 5]),
+        (6, ["1", "2", "3", "4"], 0.0, [1, 3, 5]),
+        (5, ["3", "higher", "5"], 0.0, [1, 3]),
+    ],
+)
+async def test_agent_plays_to_the_end(
+    start: Any, secret: int, answers: list[str], reward: float, asked: list[int]
+) -> None:
     """The agent plays until the secret is found, no guess is left or an answer is no guess, and
     sends the model's answers back unchanged."""
-    winner, loser = Endpoint("3", " 5", "4"), Endpoint("1", "2", "3", "4")
-    assert await winner.play(secret=4) == 1.0
-    assert await loser.play(secret=6) == 0.0
-    assert [len(asked) for asked in winner.asked] == [1, 3, 5]
-    assert winner.asked[-1] == talk(guess.QUESTION, "3", "higher", " 5", "lower")
-    assert len(loser.asked) == guess.GUESSES
-    silent = Endpoint("3", "higher", "5")
-    assert await silent.play(secret=5) == 0.0
-    assert len(silent.asked) == 2
+    harness = start(*answers)
+    session = await harness.start()
+    async with sdk_http.AsyncClient(transport=sdk_http.ASGITransport(harness.app)) as http:
+        kwargs: Any = {"base_url": f"http://proxy/{session}/v1", "api_key": "DUMMY"}
+        agent = guess.GuessAgent()
+        assert await agent.run({"secret": secret}, http_client=http, **kwargs) == reward
+    calls = [call.messages for call in harness.proxy.find(session).cache.values()]
+    assert [len(messages) for messages in calls] == asked
+    if secret == 4:
+        assert calls[-1] == talk(guess.QUESTION, "3", "higher", " 5", "lower")
 
 
 # ---------------------------------------------------------------- the task `maze`
