@@ -7,6 +7,8 @@ one validator. YAML recipes and `key=value` words merge first, the later one win
 
 import argparse
 import difflib
+import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
@@ -15,10 +17,32 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from inference.io_struct import GenerationHyperparameters
+
+
+def find_source(module: str) -> Path:
+    """The file of a module, which is not imported: torch takes seconds. Raises ValueError."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # its package
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no module {module!r}")
+    return Path(spec.origin)
+
+
+def check_name(path: str) -> str:
+    module, _, name = path.rpartition(".")
+    if name == "jsonl":
+        if not Path(path).is_file():
+            raise ValueError("there is no such file")
+    elif not re.search(rf"\b{name}\b", find_source(module).read_text()):
+        raise ValueError(f"{module} has no {name}")
+    return path
+
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -26,6 +50,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
+Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Class or FILE.jsonl
 
 
 class Keys(BaseModel):
@@ -51,7 +76,7 @@ class OpenAIConfig(Keys):
     """gamma in R = r + gamma * mean R(children)"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
-    tool_call_parser: str | None = None
+    tool_call_parser: Named | None = None
     """what reads the model's tool calls, module.function; null: the form of Hermes and Qwen"""
     episode_timeout_seconds: Positive = 3600.0
     """an episode that takes longer has failed"""
@@ -155,9 +180,9 @@ class PPOActorConfig(Keys):
     """dual clip: for A < 0, J >= c_clip A"""
     behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = 5.0
     """tokens with a larger pi_prox / pi_behav are left out; null: none"""
-    loss: str = "ppo.ppo_actor_loss_fn"
+    loss: Named = "ppo.ppo_actor_loss_fn"
     """module.function of the loss (extras/losses.py)"""
-    advantages: str = "ppo.compute_advantages"
+    advantages: Named = "ppo.compute_advantages"
     """module.function of the advantages (extras/advantages.py)"""
     entropy_coeff: NonNegative = 0.0
     """weight of the entropy bonus"""
@@ -181,7 +206,7 @@ class RefConfig(Keys):
 class DatasetConfig(Keys):
     """Prompts."""
 
-    path: str | None = None
+    path: Named | None = None
     """FILE.jsonl or module.function; default: the task's"""
 
 
@@ -240,13 +265,13 @@ class TrainConfig(Keys):
     """folder or hub name of the model; default: the task's"""
     tokenizer_path: str | None = None
     """folder of the tokenizer; default: model_path"""
-    workflow: str | None = None
+    workflow: Named | None = None
     """module.Class of an agent or workflow; default: the task's"""
     workflow_kwargs: dict[str, Any] = {}
     """arguments of that class"""
-    should_accept_fn: str | None = None
+    should_accept_fn: Named | None = None
     """module.function that accepts or rejects a group"""
-    callbacks: list[str] = []
+    callbacks: list[Named] = []
     """classes that observe the run, such as extras.doctor.Doctor"""
     recover_interval: CountOrZero = 10
     """steps between two checkpoints; 0: none"""
@@ -363,20 +388,23 @@ def read_word(word: str) -> dict[str, Any]:
         return dict(flatten({name: yaml.safe_load(value)}))
 
 
-def load(argv: list[str]) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration of a command line, and its recipes. --help prints and exits.
+def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
+    """Return the configuration and the options of a command line. --help prints and exits.
 
     Raises ConfigError if a key is wrong.
     """
     keys = [*list_keys(TrainConfig())]
     lines = [f"  {name}={value}\n      {key.description}" for name, value, key in keys]
     parser = argparse.ArgumentParser(
-        usage="python train.py [--config FILE] [key=value ...]",
+        usage="python train.py [options] [key=value ...]",
         epilog="\n".join(["the keys:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     help_text = "a recipe, or its name in configs/; default: demo"
     parser.add_argument("--config", action="append", metavar="FILE", help=help_text)
+    other_code = "continue a run that was started with other code"
+    parser.add_argument("--force", action="store_true", help=other_code)
+    parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
     recipes = options.config or ["demo"]
@@ -395,7 +423,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, list[str]]:
         near = difflib.get_close_matches(name, [known for known, _, _ in keys])
         hint = " or ".join(map(repr, near)) or "one of --help"
         raise ConfigError(f"unknown key {name!r}: did you mean {hint}?") from error
-    return config, recipes
+    return config, options
 
 
 def resolve(config: TrainConfig) -> None:

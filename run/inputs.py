@@ -7,7 +7,6 @@ a small base model (tasks/guess.py, tasks/gsm8k.py). Keys replace parts of it.
 
 import hashlib
 import importlib
-import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.fields import import_name
-from run.config import ConfigError, TrainConfig, one_line
+from run.config import ConfigError, TrainConfig, find_source, one_line
 
 # ---- the model; torch is imported only if one must be made
 
@@ -24,8 +23,8 @@ def base_model_path(config: TrainConfig) -> str:
     """Where the task's base model is kept. The name changes with the sources that make it. Raises
     ConfigError."""
     with one_line(f"task={config.task}"):
-        specs = map(importlib.util.find_spec, (str(config.task), "tasks.base_model"))
-        content = b"".join(Path(spec.origin).read_bytes() for spec in specs)  # type: ignore
+        sources = map(find_source, (str(config.task), "tasks.base_model"))
+        content = b"".join(source.read_bytes() for source in sources)
     digest = hashlib.blake2b(content, digest_size=4)
     return f".cache/{config.task}-{config.seed}-{digest.hexdigest()}"
 

@@ -52,9 +52,12 @@ class Run:
     executor: Any = None
     prints_steps = True  # a line a step, unless a callback shows them
 
-    def __init__(self, config: TrainConfig, callbacks: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, config: TrainConfig, callbacks: Iterable[Any] = (), force: bool = False
+    ) -> None:
         """Claim the run's folder, find its model, and start the servers. `callbacks` are objects
-        beside those of the configuration. Raises ConfigError if the run cannot start."""
+        beside those of the configuration, and `force` continues a run of other code. Raises
+        ConfigError if the run cannot start."""
         self.config, self.rank = config, int(os.environ.get("RANK", 0))
         self.callbacks = [*callbacks]
         self.step, self.last_step = 0, config.max_steps  # `step` is the last finished one
@@ -62,7 +65,7 @@ class Run:
         self.stack = ExitStack()
         self.children: list[Child] = []
         if self.rank == 0:
-            self.claim()
+            self.claim(force)
         find_model(config)
         self.admin_key = secrets.token_urlsafe(16)  # of the proxy
         self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")  # of the servers
@@ -76,10 +79,18 @@ class Run:
         """The folder that the run writes to."""
         return self.config.run_dir
 
-    def claim(self) -> None:
-        """Name the run's folder and lock it. Raises ConfigError if another process has it."""
+    def claim(self, force: bool) -> None:
+        """Name the run's folder and lock it. Raises ConfigError if another process has it, or if it
+        holds the steps of other code."""
         if self.config.trial_name == "auto":
             self.config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+        if (self.run_dir / "metrics.jsonl").exists() and self.config.mode == "train":
+            began = (self.run_dir / "config.yaml").read_text().partition("\n")[0]
+            if began != f"# revision {revision()}" and not force:
+                raise ConfigError(
+                    f"{self.run_dir} was started with other code ({began[2:]}): go back to it, or"
+                    " add --force"
+                )
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             lock = self.stack.enter_context((self.run_dir / "lock").open("w"))
@@ -142,19 +153,27 @@ class Run:
         return shlex.join([sys.executable, *given, *words])
 
 
-def begin(argv: list[str], make: Callable[[TrainConfig], Run] = Run) -> Run:
+# Options of train.py that are commands of their own.
+COMMANDS = {"--dry-run": "extras.plan.main", "--replay": "extras.replay.main"}
+
+
+def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
-    What needs no run ends here: --help and the evaluation of another endpoint. An error of the
-    configuration ends the process with one line and code 2.
+    What needs no run ends here: --help, COMMANDS and the evaluation of another endpoint. An error
+    of the configuration ends the process with one line and code 2.
     """
+    for option in COMMANDS.keys() & {*argv}:
+        sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
     raise_open_files()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
     try:
-        config, _ = load(argv)
+        config, options = load(argv)
+        if options.quiet:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if config.mode == "eval" and config.evaluator.base_url:
             sys.exit(import_name("extras.endpoint.main")(config))
-        return make(config)
+        return make(config, force=options.force)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

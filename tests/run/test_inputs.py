@@ -39,7 +39,6 @@ def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None
         ("{}", ["task=tasks.gsm8k"], "mine.jsonl: KeyError: 'question'"),
         ("{}", ["workflow=null"], "no workflow: set workflow=module.Class"),
         ("{}", ["workflow_kwargs.typo=1"], "typo"),
-        ("{}", ["workflow=nowhere.Agent"], "workflow=nowhere.Agent"),
         ("{}", ["workflow=workflow.RLVRWorkflow", "workflow_kwargs.reward_fn=no.r"], "named 'no'"),
         ("{}", ["workflow=tasks.gsm8k.is_right"], "neither a RolloutWorkflow nor an agent"),
         ("{}", ["evaluator.interval=1"], "no data: set valid_dataset.path"),

@@ -13,7 +13,7 @@ from conftest import ROOT, rest_of
 from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
 
 from run.config import ConfigError, load
-from run.start import Run
+from run.start import Run, revision
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "callbacks=[]"]
     runs = list[Run]()
 
-    def make() -> Run:
-        runs.append(Run(load(words)[0]))
+    def make(**options: bool) -> Run:
+        runs.append(Run(load(words)[0], **options))
         return runs[-1]
 
     yield make
@@ -43,6 +43,19 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path, claim: Callable[..., Ru
             os._exit("belongs to a running process" in str(error))
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_run_goes_on_under_its_own_code(tmp_path: Path, claim: Callable[..., Run]) -> None:
+    """Other code is refused unless --force is given."""
+    claim().record()
+    record, metrics = (tmp_path / "e/t" / name for name in ("config.yaml", "metrics.jsonl"))
+    record.write_text(record.read_text().replace(revision(), "0123", 1))
+    claim()  # it has no step that other code could have made
+    metrics.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"was started with other code \(revision 0123\)"):
+        claim()
+    claim(force=True).record()
+    claim()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run]) -> None:
