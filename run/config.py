@@ -76,7 +76,7 @@ class OpenAIConfig(Keys):
     """gamma in R = r + gamma * mean R(children)"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
-    tool_call_parser: Named | None = None
+    tool_call_parser: str | None = None
     """what reads the model's tool calls, module.function; null: the form of Hermes and Qwen"""
     episode_timeout_seconds: Positive = 3600.0
     """an episode that takes longer has failed"""

@@ -149,7 +149,7 @@ for form, text in said:
     parser = find_parser(form)
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     gconfig = GenerationHyperparameters(stop_token_ids=[tokenizer.eos_token_id])
-    read, _ = read_text(tokenizer, tokens, gconfig, special_tokens=True)
+    read = read_text(tokenizer, tokens, gconfig, special_tokens=True)
     print(json.dumps(parse(read, tools, "ab12", parser)))
     try:
         opening("f", tools, "", parser)
