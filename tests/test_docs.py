@@ -39,6 +39,9 @@ def measure(path: Path) -> tuple[int, int, int]:
     return len(lines), tokens, words
 
 
+TEST_LINES = 13_110  # may only fall
+
+
 def total(paths: list[Path], column: int) -> int:
     return sum(measure(path)[column] for path in paths)
 
@@ -47,17 +50,13 @@ def test_the_house_keeps_its_size() -> None:
     """Small is the feature. A line that is added takes the place of another one (docs/log.md)."""
     extras = [path for path in BESIDE if path.parent.name == "extras"]
     tests = sorted((ROOT / "tests").rglob("*.py"))
-    assert total(PATHS, 1) <= CORE_TOKENS
+    assert total(PATHS, 1) <= 45_000
     assert total(PATHS, 2) <= 24_000
     assert total(extras, 1) <= 20_000
-    assert total(tests, 0) <= TEST_LINES
+    assert total(tests, 0) <= TEST_LINES  # the goal is 13,000
     assert sum(len(page.read_text().split()) for page in MARKDOWN) <= 34_000
     assert len((ROOT / "README.md").read_text().split()) <= 1_300
     assert len([*ROOT.glob("docs/*.md")]) <= 12
-
-
-# These two may only fall: the goals are 45,000 and 13,000.
-CORE_TOKENS, TEST_LINES = 50_450, 14_900
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_in_project)
