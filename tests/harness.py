@@ -158,6 +158,10 @@ def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
     return completion["choices"][0]["message"]
 
 
+def user(text: Any = "hello") -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
 def said(
     text: str, *calls: tuple[str, dict[str, Any]], reasoning: str = "", suffix: str = "ab12"
 ) -> dict[str, Any]:

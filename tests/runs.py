@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -43,6 +44,12 @@ def finish(command: list[str], code: int = 0) -> subprocess.CompletedProcess[str
     return done
 
 
+def begin(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a command, whose output and errors are one text."""
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=env, **streams)
+
+
 def metrics_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "e/t/metrics.jsonl").read_text().splitlines()]
 
@@ -62,14 +69,7 @@ def start_and_wait_for_step(
     The run stops itself after that step (SIGSTOP), so that its children are seen while it lives.
     """
     held = signalled(command(folder, *words), "step 1 ", signal.SIGSTOP)
-    process = subprocess.Popen(
-        held,
-        cwd=ROOT,
-        env=WITH_TEST_MODULES,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = begin(held, WITH_TEST_MODULES)
     assert process.stdout is not None
     seen = []
     for line in process.stdout:

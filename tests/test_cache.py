@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import normal
+from harness import normal, said, user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,22 +26,8 @@ Messages = list[dict[str, Any]]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
-
-
-def said(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-def called(a: Any) -> dict[str, Any]:
-    """An assistant's message that calls the tool f with the argument a."""
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": a}}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def turn(
@@ -141,7 +127,11 @@ def play(session: list[Call]) -> InteractionCache:
             "stop",
             0.5 + k,
         )
-        message = said(call.answer) if isinstance(call.answer, str) else called(call.answer)
+        message = (
+            said(call.answer)
+            if isinstance(call.answer, str)
+            else said("", ("f", {"a": call.answer}))
+        )
         cache.finish(str(k), response, [message])
         if call.reward is not None:
             cache.set_reward(str(k), call.reward)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from conftest import ROOT
 from harness import ADMIN, HELLO, Harness, reply_message, sdk, tool, with_template
+from runs import begin
 
 from cache import Interaction
 from calls.prompts import PromptBuilder
@@ -427,7 +428,7 @@ def test_a_proxy_that_cannot_start_says_why(
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
     """It takes seconds and a gigabyte of address space."""
     code = (
-        "import sys, proxy; proxy.load_tokenizer(sys.argv[1]); "
+        "import sys, proxy; proxy.load_tokenizer(sys.argv[1]).encode('a'); "
         "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"
     )
     subprocess.run([sys.executable, "-c", code, str(tiny_model_dir)], cwd=ROOT, check=True)
@@ -440,9 +441,7 @@ def test_an_admin_key_is_never_printed(tiny_model_dir: Any, tiny_server: str, so
     command += ["--model-path", str(tiny_model_dir), "--exit-with-parent"]
     command += ["--admin-key", "s3cret"] * (source == "option")
     in_environment = {"POCKET_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
-    environment = os.environ | in_environment
-    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+    process = begin(command, os.environ | in_environment)
     line = process.stdout.readline() if process.stdout else ""
     process.terminate()
     rest, _ = process.communicate(timeout=60)

@@ -114,21 +114,6 @@ def test_what_a_run_writes(guess_run) -> None:
     AutoTokenizer.from_pretrained(last)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["model_path=/nowhere"], "no model at /nowhere"),
-        (["workflow=nowhere.Agent"], "No module named 'nowhere'"),
-    ],
-)
-def test_a_wrong_configuration_is_one_line(tmp_path: Path, words: list[str], says: str) -> None:
-    """It ends the run with code 2."""
-    done = finish(command(tmp_path, *words), code=2)
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert says in line
-
-
 @pytest.mark.runs
 def test_an_error_of_the_trainer_is_told(tmp_path: Path) -> None:
     """By Python's traceback, and then the last lines say how to go on."""

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from harness import ScriptedEngine
+from harness import HELLO, ScriptedEngine
 
 from calls.client import OpenAIProxyClient
 from engine import EngineError
@@ -16,8 +16,6 @@ from inference.fields import Refusal
 from proxy import create_app
 
 pytestmark = pytest.mark.anyio
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from harness import said, tool, with_template
+from harness import said, tool, user, with_template
 
 from cache import Interaction, InteractionCache
 from calls.messages import Refusal
@@ -34,10 +34,6 @@ TEMPLATES = {
     + "{{ m.content }}"
     + TAIL,  # the model itself samples the marker of the next role
 }
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 class Talk:

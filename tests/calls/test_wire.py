@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Harness, with_template
+from harness import Harness, user, with_template
 
 from calls.replies import PROTOCOLS
 from engine import RemoteInfEngine
@@ -17,10 +17,6 @@ Start = Callable[..., Harness]
 Items = list[dict[str, Any]]
 NAMES = list(PROTOCOLS)
 CALL = 'Let me see.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-
-
-def user(text: Any = "hello") -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def offer(name: str, function: str = "f") -> dict[str, Any]:

@@ -31,15 +31,11 @@ def test_help_explains_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert "python -m extras.chat runs/" in capsys.readouterr().out
 
 
-def test_words_that_a_small_model_does_not_know() -> None:
+def test_words_that_a_small_model_does_not_know(tiny_tokenizer: Any) -> None:
     """A vocabulary of words names the others; one of bytes knows every word."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "guess": 1, "a": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     small = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     assert chat.unknown_words(small, "guess a number now") == ["number", "now"]
     assert chat.unknown_words(small, "guess a") == []
-
-
-def test_bytes_know_every_word(tiny_tokenizer: Any) -> None:
-    """Without a token for the unknown nothing is unknown."""
     assert chat.unknown_words(tiny_tokenizer, "Wörter") == []

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_trace import start
 
 from extras import read_records
 from extras.report import MAX_TOKENS, Report, fill_gaps, main, make_page, read_timeline
@@ -81,15 +82,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def start(kind: type[Trace], folder: Path) -> Any:
-    trace = kind(SimpleNamespace(run_dir=folder))
-    trace.on_start(SimpleNamespace(rank=0, executor=SimpleNamespace(listeners=[])))
-    return trace
-
-
 def make_trace(folder: Path) -> None:
     """Write the trace of one step and three groups: consumed, rejected and still running."""
-    trace, begin = start(Trace, folder), time.monotonic()
+    (trace, _), begin = start(Trace, folder), time.monotonic()
     event = trace.on_event
     event("start", 7, {})
     event("start", 8, {})
@@ -288,7 +283,7 @@ def test_two_runs_are_on_one_page(
 
 def test_a_run_that_failed_says_why(folder: Path) -> None:
     """The report of a run that an exception has ended names it."""
-    start(Report, folder).on_end(ValueError("no"))
+    start(Report, folder)[0].on_end(ValueError("no"))
     [run] = read_page((folder / "report.html").read_text())
     assert run["timeline"]["end"] == "ValueError('no')"
     assert len(run["timeline"]["groups"]) == 3, "the records of the earlier start"
@@ -306,7 +301,7 @@ def test_reports_take_a_small_share_of_the_time(
 
     monkeypatch.setattr("extras.report.time", SimpleNamespace(monotonic=lambda: seconds[0]))
     monkeypatch.setattr(Report, "write_report", write)
-    report = start(Report, tmp_path)
+    report, _ = start(Report, tmp_path)
     phases = dict.fromkeys(("step_s", "rollout_wait_s", "train_s", "sync_s"), 0.0)
     for step in range(1, 121):
         report.on_step({"step": step, "wall_s": step, **phases})
@@ -317,7 +312,7 @@ def test_a_report_that_fails_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line says why there is no page, and the run goes on."""
-    report = start(Report, tmp_path)
+    report: Any = start(Report, tmp_path)[0]
     (tmp_path / "trace.json").unlink()
     report.write_report()
     assert not (tmp_path / "report.html").exists()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,17 +97,6 @@ def test_the_code_of_a_command_comes_back(ending: str) -> None:
         if ending == "SIGTERM":
             process.terminate()
         assert process.wait(60) == (3 if ending == "exit" else -signal.SIGKILL)
-
-
-def test_a_tokenizer_needs_no_torch(tiny_model_dir: Path) -> None:
-    """torch takes seconds to import, and a proxy does not need it."""
-    code = (
-        "import sys; from inference.serve import load_tokenizer;"
-        "print(load_tokenizer(sys.argv[1]).encode('a'), sys.modules.get('torch'))"
-    )
-    words = [sys.executable, "-c", code, str(tiny_model_dir)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout.endswith("] None\n"), done.stderr
 
 
 @pytest.mark.parametrize(

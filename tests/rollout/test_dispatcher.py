@@ -237,20 +237,6 @@ def test_a_stale_group_is_an_error_and_stays(make_stage):
     assert stage.take(1) == [0]
 
 
-def test_a_stale_group_is_dropped_and_replaced(make_stage):
-    """With stale=drop a group that is too old gives its place to a fresh one."""
-    stage = make_stage(eta=0, batch=1, stale="drop")
-    stage.submit(0, 1, 2, 3)
-    for version in range(3):
-        stage.new_version(version)
-        assert stage.started(1) == [version]
-    stage.finish(0, 1, 2)
-    assert stage.take(1) == [2]
-    assert stage.started(1) == [3], "nothing started in the place of a dropped group"
-    assert stage.manager.get_stats() == RolloutStat(running=1, accepted=1, dropped=2)
-    assert [event for event in stage.events if event[0] == "drop"] == [("drop", 0), ("drop", 1)]
-
-
 # ---- one task
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from run.config import ConfigError, load
+from run.config import ConfigError, TrainConfig, load
 from run.inputs import Inputs, find_model, load_inputs, make_dataloader
 
 OWN = ["task=null", "callbacks=[]", "actor.kl_ctl=0"]
@@ -17,14 +17,18 @@ class Agent:
         return 1.0
 
 
+def inputs_of(config: TrainConfig) -> Inputs:
+    find_model(config)
+    return load_inputs(config)
+
+
 def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
     """A JSONL file is a dataset: one sample a line, empty lines aside."""
     data = tmp_path / "mine.jsonl"
     data.write_text('{"question": "?"}\n\n{"question": "!"}\n')
     words = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
     config, _ = load([*words, "workflow=test_inputs.Agent"])
-    find_model(config)
-    inputs = load_inputs(config)
+    inputs = inputs_of(config)
     assert inputs.dataset == [{"question": "?"}, {"question": "!"}]
     assert inputs.validation == []
     assert type(inputs.workflow).__name__ == "Agent"
@@ -43,6 +47,7 @@ def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None
         ("{}", ["workflow=tasks.gsm8k.is_right"], "neither a RolloutWorkflow nor an agent"),
         ("{}", ["evaluator.interval=1"], "no data: set valid_dataset.path"),
         ("{}", ["tokenizer_path=/nowhere"], "tokenizer_path=/nowhere"),
+        ("{}", ["model_path=/nowhere"], "no model at /nowhere"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(
@@ -53,9 +58,8 @@ def test_what_cannot_be_loaded_is_one_line(
     data.write_text(line, errors="surrogateescape")
     given = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
     config, _ = load([*given, "workflow=test_inputs.Agent", *words])
-    find_model(config)
     with pytest.raises(ConfigError) as error:
-        load_inputs(config)
+        inputs_of(config)
     assert says in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
