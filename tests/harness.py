@@ -18,6 +18,14 @@ ADMIN = {"Authorization": "Bearer admin"}
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
+def response_to(request: ModelRequest, output: list[int], version: int, cut: bool) -> ModelResponse:
+    """These tokens, each of this version; `cut` says that they stop by length."""
+    n, gconfig = len(output), request.gconfig
+    fields: Any = {"temperature": gconfig.temperature, "trains_exactly": gconfig.trains_exactly}
+    said = output, [-0.25] * n, [version] * n, "length" if cut else "stop"
+    return ModelResponse(list(request.input_ids), *said, **fields)
+
+
 class ScriptedEngine:
     """An engine that answers each call with the next of the given texts, and keeps the requests.
 
@@ -48,15 +56,7 @@ class ScriptedEngine:
             except asyncio.CancelledError:
                 self.cancelled.set()
                 raise
-        return ModelResponse(
-            list(request.input_ids),
-            output,
-            [-0.25] * len(output),
-            [4] * len(output),
-            stop_reason="length" if cut else "stop",
-            temperature=request.gconfig.temperature,
-            trains_exactly=request.gconfig.trains_exactly,
-        )
+        return response_to(request, output, 4, cut)
 
 
 class Harness:

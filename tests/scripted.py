@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from harness import response_to
 from torch.utils.data import DataLoader
 
 from inference.io_struct import ModelRequest, ModelResponse
@@ -32,16 +33,7 @@ class ScriptedEngine:
         self.requests.append(request)
         output = self.tokenizer.encode(self.script(request), add_special_tokens=False)
         output += [] if self.cut else [self.tokenizer.eos_token_id]
-        logprobs, versions = [-0.5] * len(output), [self.version] * len(output)
-        return ModelResponse(
-            list(request.input_ids),
-            output,
-            logprobs,
-            versions,
-            "length" if self.cut else "stop",
-            temperature=request.gconfig.temperature,
-            trains_exactly=request.gconfig.trains_exactly,
-        )
+        return response_to(request, output, self.version, self.cut)
 
 
 def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) -> DataLoader:
