@@ -24,8 +24,8 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "callbacks=[]"]
     runs = list[Run]()
 
-    def make(**options: bool) -> Run:
-        runs.append(Run(load(words)[0], **options))
+    def make(force: bool = False) -> Run:
+        runs.append(Run(load(words)[0], force=force))
         return runs[-1]
 
     yield make
