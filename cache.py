@@ -29,7 +29,7 @@ other calls, none of which begins with the same message.
     versions    -1 -1 -1  3  3 -1 -1  4  4  4
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
-A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. Every
+A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. A
 sampled token is trained once, with the final reward of its own turn, even if leaves share it.
 
 Not promised: a turn whose messages the agent changed afterwards is no parent of its next call.

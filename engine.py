@@ -27,8 +27,8 @@ pause mode becomes `abort`, where a segment has one version.
 run through it (extras/replay.py).
 
 **Not promised**: in mode `abort`, a stop string that begins in one segment and ends in the next is
-not found, and penalties count each segment alone. A server that fails is tried again, and then the
-next one; if all fail, so does the request.
+not found, and penalties count each segment alone. A request whose server fails is repeated at the
+next one, a few times, and then fails.
 """
 
 import asyncio

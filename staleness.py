@@ -19,10 +19,11 @@ names a rule:
 
 - **wait** takes the groups that started first. *Proof:* let a group start at version s, as number p
   among those not rejected. All p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it,
-  at version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s, so its age is at most eta.
+  at version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py checks
+  it), so its age is at most eta.
 - **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss:
   no step waits for a slow group. By the same proof, with p counted by finish and s the version at
-  the finish, the group's last token still trains.
+  the finish, a token sampled at s still trains. A group without such tokens is dropped.
 - **drop** takes those that finished first, and drops a group that is too old when its step comes.
 
 **Not promised**: a bound if a version consumes another number than B, or if versions fall. The age

@@ -88,7 +88,9 @@ def start_rollout(run: Run) -> None:
 
     # 3. The gate says how many prompt groups may start at the engine's version.
     batch, eta = config.train_dataset.batch_size, rollout.max_head_offpolicyness
-    gate = StalenessManager(engine, rollout.max_concurrent_rollouts or batch, batch, eta)
+    gate = StalenessManager(
+        engine, rollout.max_concurrent_rollouts or batch * (eta + 1), batch, eta
+    )
 
     # 4. The executor runs the workflow or agent on each prompt that the gate admits.
     run.executor = WorkflowExecutor(
@@ -171,11 +173,11 @@ class PPOTrainer:
         run, config, actor, ref = self.run, self.config, self.run.actor, self.run.ref
         version, clock = step - 1, Clock()
 
-        # 1. Wait for a batch: the next B prompt groups in order of start, as N rows of T tokens. No
-        #    trained token is more than eta versions old.
-        #        input_ids, loss_mask, versions, turn_ids      (N, T) int32
-        #        logprobs: log pi_behav of every sampled token (N, T) float32
-        #        rewards, group_ids                            (N,)
+        # 1. Wait for a batch: the next prompt groups, by the rule of rollout.stale, as B rows of T
+        #    tokens. No trained token is more than eta versions old.
+        #        input_ids, loss_mask, versions, turn_ids      (B, T) int32
+        #        logprobs: log pi_behav of every sampled token (B, T) float32
+        #        rewards, group_ids                            (B,)
         batch = actor.prepare_batch(
             self.dataloader,
             workflow=run.inputs.workflow,
@@ -185,15 +187,15 @@ class PPOTrainer:
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")
 
-        # 2. log pi_prox (N, T): the policy before this step. The loss clips pi_theta / pi_prox, and
+        # 2. log pi_prox (B, T): the policy before this step. The loss clips pi_theta / pi_prox, and
         #    weighs each token by pi_prox / pi_behav.
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
-        # 3. log pi_ref (N, T), which a KL penalty keeps the policy close to.
+        # 3. log pi_ref (B, T), which a KL penalty keeps the policy close to.
         if ref is not None:
             batch["ref_logp"] = ref.compute_logp(batch)
         metrics["logp_mismatch"] = logp_mismatch(batch, version)
-        # 4. The advantages A = (R - mean) / std (N, T), over the turns of a group.
+        # 4. The advantages A = (R - mean) / std (B, T), over the turns of a group.
         actor.compute_advantages(batch)
         # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
         metrics |= actor.ppo_update(batch)

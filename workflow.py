@@ -23,7 +23,8 @@ may block, but it must be picklable.
 four members, one raises, one returns None and two make a row each: the group has two rows. If all
 raise, so does the group.
 
-**Seeds.** The sampling seed of a request depends on (seed, task, member, turn) and on nothing else.
+**Seeds.** The sampling seed of a request depends on (seed, task, member, number of the call in its
+session) and on nothing else, unless the agent sends its own.
 """
 
 import asyncio

@@ -187,6 +187,7 @@ DIFFERENCES = {
     "absent: sapo_loss_fn": "there is no SAPO",
     "absent: rejection_sampling": "a token is left out by its w and a cap; other rules are in extras",
     "test_cispo_rejects_nonpositive_eps_clip_higher": "CISPO also works with the default bounds",
+    "test_cispo_closed_form_value": "the loss of CISPO has the same gradient and another value",
     "absent: grpo_loss_fn": "FSDPPPOActor.piece_loss takes other arguments",
     "absent: PPOActorConfig": "FSDPPPOActor contains no engine, and takes other arguments",
     "absent: stats_tracker": "ppo_update returns its metrics; there is no tracker",

@@ -69,7 +69,7 @@ def cispo(
     """CISPO (2506.13585): the clipped u is a constant factor of the gradient of log pi_theta, so a
     clipped token keeps its gradient, and a rare but useful word can become likelier. The lower
     bound is usually off: actor.eps_clip=1."""
-    mask, here = loss_mask.bool(), logp.detach()
+    mask, here, prox_logp = loss_mask.bool(), logp.detach(), prox_logp.detach()
     u = log_ratio(here, prox_logp, mask).exp()
     factor = clip(u, eps_clip, eps_clip_higher)
     # With pi_theta itself in the place of pi_prox, u is 1 and has the gradient of log pi_theta.

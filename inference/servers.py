@@ -45,7 +45,7 @@ class Servers:
     ) -> None:
         addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
-        self.newest = 0  # the newest version of a token that this process has received
+        self.newest = 0  # no later request may get an older token
         self.limit = math.inf  # the trainer's version, once this process knows it
         headers = {"authorization": f"Bearer {key}"} if key else {}
 

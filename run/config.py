@@ -187,7 +187,7 @@ class PPOActorConfig(Keys):
     entropy_coeff: NonNegative = 0.0
     """weight of the entropy bonus"""
     kl_ctl: NonNegative = 0.0
-    """weight of the KL to the reference model; 0: no such model"""
+    """weight of the KL to the reference model; 0: none is loaded, unless ref.path is set"""
     anneal: bool = False
     """let entropy_coeff and kl_ctl fall linearly to 0"""
     reward_scaling: Positive = 1.0
