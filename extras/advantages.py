@@ -1,12 +1,12 @@
 """Variants of the advantages, as functions that `actor.advantages` names, and a filter of groups.
 
-Each changes what goes into ppo.compute_advantages, or what comes out. `base` is the function that
-is called, so they combine:
+Each changes what goes into ppo.compute_advantages, or what comes out. It calls `base`, so variants
+combine:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
-Example: three members of a group have the returns 1, 0 and 2. With the group's mean as baseline
-their advantages are 0, -1 and 1; with the mean of the others (RLOO) 0, -1.5 and 1.5.
+Example: three members of a group have the returns 1, 0 and 2. If the baseline is the group's mean,
+their advantages are 0, -1 and 1. RLOO takes the mean of the other two: 0, -1.5 and 1.5.
 
 One turn is one action: its reward comes at its last token, and cache.py has already added the
 rewards of later turns. So GAE stays within a turn, and the KL of a turn is part of its return.
@@ -54,7 +54,7 @@ def gae(
 
 
 def with_costs(batch: Batch, costs: Tensor, base: Advantages, **keys: Any) -> Tensor:
-    """The advantages if `costs` (N,) are taken from the rewards of the turns."""
+    """The advantages after `costs` (N,) are subtracted from the rewards of the turns."""
     rewards, trained = batch["turn_rewards"].clone(), batch["loss_mask"] > 0
     rewards[trained] -= costs[number_turns(batch)[2]]
     return base(batch | {"turn_rewards": rewards}, **keys)
@@ -69,8 +69,8 @@ def overlong(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """DAPO (2503.14476): the reward falls linearly by `factor` over the last `margin` tokens before
-    a turn has `limit`, which should be gconfig.max_new_tokens."""
+    """DAPO (2503.14476): over the last `margin` tokens before `limit`, the reward of a turn falls
+    linearly by `factor`. Set `limit` to gconfig.max_new_tokens."""
     n = torch.bincount(number_turns(batch)[2])  # (N,)
     # r <- r - factor * clip((n - (limit - margin)) / margin, 0, 1)
     return with_costs(batch, factor * ((n - (limit - margin)) / margin).clamp(0, 1), base, **keys)
@@ -85,8 +85,8 @@ def kl_in_reward(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """R <- R - weight * sum over the turn's tokens of the KL to the reference model, AReaL's place
-    for it. The key ref.path sets the model; leave actor.kl_ctl at 0."""
+    """R <- R - weight * sum over the turn's tokens of the KL to the reference model, as in AReaL.
+    Set ref.path to that model, and leave actor.kl_ctl at 0."""
     trained = batch["loss_mask"] > 0
     kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], kind)  # (M,)
     costs = weight / reward_scaling * torch.bincount(number_turns(batch)[2], kl)  # (N,)
@@ -96,8 +96,8 @@ def kl_in_reward(
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """An estimate of KL(pi || pi_ref) at each token that pi sampled (Schulman).
 
-    k1 is unbiased and may be negative, k2 is biased, k3 is unbiased and never negative. k3 counts
-    as at most 10: at log (pi / pi_ref) = -8 it is 2,972, and one token would invert an advantage.
+    k1 is unbiased and may be negative, k2 is biased, k3 is unbiased and never negative. We cap
+    k3 at 10: at log (pi / pi_ref) = -8 it is 2,972, so one token could invert an advantage.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -108,8 +108,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """DAPO: a row's last turn that was cut at its token limit might have succeeded with more, so it
-    leaves the loss and every baseline. This changes batch["loss_mask"]."""
+    """DAPO: a turn that was cut at its token limit might have succeeded with more tokens. So it is
+    masked in batch["loss_mask"], and leaves the loss and every baseline."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     batch["loss_mask"] = batch["loss_mask"].masked_fill(cut, 0)
@@ -119,8 +119,8 @@ def without_truncated(
 def row_mean(
     batch: Batch, *, length: int | None = None, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """Every row counts the same in the loss, as in GRPO, not every token. With `length` L every
-    token counts 1 / (rows * L), whatever the rows' lengths (Dr. GRPO, 2503.20783)."""
+    """Every row counts the same in the loss, as in GRPO. With `length` L every token counts
+    1 / (rows * L), however long its row is (Dr. GRPO, 2503.20783)."""
     # The loss is a mean over M tokens and proportional to A: A <- A * M / (S n), with S rows of n.
     n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (B, 1)
     mean = n.sum() / torch.count_nonzero(n).clamp(min=1)
@@ -128,8 +128,8 @@ def row_mean(
 
 
 def informative(trajectory: Batch) -> bool:
-    """DAPO's dynamic sampling, for should_accept_fn: whether two members of a group earned
-    different rewards in turns of one number. Where none did, every advantage is 0."""
+    """DAPO's dynamic sampling, for should_accept_fn: whether the rewards of the k-th turns differ
+    for any k. If they never do, every advantage is 0."""
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]
     return any(bool((rewards[turns == k] != rewards[turns == k][0]).any()) for k in turns.unique())

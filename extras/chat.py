@@ -6,9 +6,9 @@ It serves the newest model in checkpoints/ and reads messages until the input en
 request holds the whole conversation; an empty line begins a new one. Answers are greedy. To play
 the demo, think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
 
-A small model has a small vocabulary. A message with a word that it does not know is not sent,
-because the model would read something else. There are no tools here, and nobody else's turns: for
-these it prints the command of `python -m extras.episode`, which runs the agent of the run.
+A small model has a small vocabulary. A message with an unknown word is not sent, because the model
+would read something else. The chat has no tools, and only you and the model speak. At its start it
+prints the command of `python -m extras.episode`, which runs the run's agent with its tools.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from inference.io_struct import GenerationHyperparameters, ModelRequest
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
-    """The words of which the tokenizer would make its token for everything unknown."""
+    """The words that the tokenizer would replace by its unknown token."""
     unknown = tokenizer.unk_token_id
     ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in text.split()}
     return [word for word in ids if unknown is not None and unknown in ids[word]]
 
 
 def main(words: list[str]) -> int:
-    """Talk to the model of a run. Return 2 if there is no run or no model."""
+    """Return 2 if there is no run or no model."""
     if "--help" in words:
         print(__doc__)
         return 0

@@ -21,8 +21,8 @@ from proxy import create_app
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """`engine` has `async agenerate(ModelRequest)`; `options` are those of `create_app`. What sets
-    rewards and exports is that of `cache`, the tree of the client's only session."""
+    """`engine` has `async agenerate(ModelRequest)`; `options` are those of `create_app`. The client
+    also has the cache's methods for rewards and export."""
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
@@ -51,11 +51,11 @@ class ArealOpenAI(openai.AsyncOpenAI):
     with_options = copy  # type: ignore[assignment]
 
     def get_interaction(self, interaction_id: str) -> Interaction:
-        """The interaction of a completion or response. Raises KeyError."""
+        """The record of a completion or response. Raises KeyError."""
         return self.cache[interaction_id]
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
-        """The discounted rewards and all finished interactions, as AReaL's older API has it."""
+        """Discount the rewards and return all finished interactions, as in AReaL's older API."""
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 

@@ -1,20 +1,19 @@
 """The doctor looks at a run after each step, and names what is wrong, why, and what to do.
 
-A rule is a row of RULES: a name, a number of steps, a measure of so many last lines of
-metrics.jsonl, and a limit. It fires above its limit, and also at NaN. For example, if kl was 0,
-0.05, 0.3, 0.3 and 0.4 in the last five steps, its median 0.3 is above 0.2, so `kl` fires and its
-text is printed: the cause and the remedy. Each rule speaks once a run.
+Each row of RULES is a rule. It measures the last lines of metrics.jsonl, and fires if the result is
+above its limit or NaN. For example, if kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps, its
+median 0.3 is above 0.2, so the rule `kl` fires and prints the cause and the remedy. A rule fires
+once a run.
 
 The doctor adds four metrics. Two tell whether the advantages teach anything and belong to their
-groups. Two tell whether a server has missed an update. For these, every server completes the same
-prompt after each update, the canary, and the trainer scores the tokens of its answer. And since a
-step may never end, a thread looks every second for a function that blocks the event loop, and for
-groups that are all rejected.
+groups. Two tell whether a server has missed an update: every server completes the same prompt, the
+canary, after each update, and the trainer scores the answers. A step may never end, so a thread
+looks every second for a function that blocks the event loop, and for groups that are all rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
-a run that waits is slow and correct. `python -m extras.doctor runs/guess/one` checks a run
+a run that waits is slow but correct. `python -m extras.doctor runs/guess/one` checks a run
 afterwards; it exits with 1 if a rule fires and with 2 if there is no run. A rule whose metric is
-missing is silent, so a run of an older revision can be checked as well.
+missing is skipped, so runs of older revisions can be checked, too.
 """
 
 import sys
@@ -43,13 +42,13 @@ from training.ranks import share as share_with_ranks
 
 # The largest rounding error of a log-probability, in nats.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}
-SOLVED = 0.9  # with so much success, advantages of 0 and a low entropy are normal
+SOLVED = 0.9  # from this success on, advantages of 0 and a low entropy are normal
 BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
-# A step that has rejected so many batches of groups is looked at before it ends.
+# After this many batches of rejected groups, the doctor does not wait for the end of the step.
 REJECTED_BATCHES = 10
-CANARY_TOKENS = 16  # of its prompt, and of an answer
-CANARY_MOVE = 1e-4  # an update that moves a score of the trainer so far must move each server's
+CANARY_TOKENS = 16  # in the prompt, and in an answer
+CANARY_MOVE = 1e-4  # if an update moves a score of the trainer further, it must move each server's
 LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -63,8 +62,8 @@ class Unhealthy(RuntimeError):
 
 
 class Rule(NamedTuple):
-    """Fires if `measure(last lines, config)` is above `limit`, given `steps` lines. The text says
-    the cause and the remedy."""
+    """Fires if `measure(the last `steps` lines, config)` is above `limit`. `text` names the cause
+    and the remedy."""
 
     name: str
     steps: int
@@ -83,7 +82,7 @@ def is_solved(lines: list[Record]) -> bool:
 
 
 def entropy_fall(lines: list[Record], config: Any) -> float:
-    """Lowest entropy of the first five lines / highest of the last two."""
+    """The lowest entropy of the first five lines / the highest of the last two; 0 if solved."""
     before, after = (f(m["entropy"] for m in x) for f, x in ((min, lines[:5]), (max, lines[-2:])))
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
 
@@ -110,7 +109,7 @@ def failed_share(lines: list[Record], config: Any) -> float:
 
 
 def is_constant(lines: list[Record], config: Any) -> bool:
-    """Whether the first steps of the run have brought one and the same reward."""
+    """Whether the reward was the same in all first steps of the run."""
     first = lines[0]
     same = all(m["reward"] == first["reward"] and m["reward_std"] == 0 for m in lines)
     return first["step"] == 1 and same
@@ -269,7 +268,7 @@ TEXTS["blocked_loop"] = (
 
 
 def examine(lines: list[Record], config: Any) -> list[Record]:
-    """A finding for each rule that fires on the step of the last line."""
+    """One finding for each rule that fires at the last line."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]
@@ -289,7 +288,7 @@ def describe(step: int, rule: str, measured: str) -> Record:
 
 
 def bottleneck(lines: list[Record]) -> str:
-    """Which side limits the speed, and what to change."""
+    """What limits the speed, and what to change."""
     waited, trained = (share(lines[-10:], part, "step_s") for part in ("rollout_wait_s", "train_s"))
     shares = f"waiting {waited:.0%}, training {trained:.0%} of the last steps"
     if waited > trained:
@@ -313,7 +312,7 @@ def baseline_bias(batch: dict[str, Tensor]) -> float:
     """The largest |mean advantage| of a prompt group, where each trained turn counts once."""
     turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
     ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn
-    # The task's id is what makes a group; group_ids may be the bug that is looked for.
+    # Groups come from task_ids, because group_ids may be the bug.
     _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
     means = torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)
     return means.abs().max().item() if len(means) else 0.0
@@ -328,15 +327,13 @@ Tokens = tuple[int, ...]
 class Canary:
     """A fixed prompt, which every server completes greedily after each update.
 
-    With its tokens a server reports their log-probabilities at temperature 1, which the trainer can
-    compute, too. The programs differ, so equal weights give numbers that differ by rounding, about
-    1e-6 nats in float32. Larger differences mean other weights. An answer with the same bits as
-    before the update reveals a missed one even where an update moves the numbers by less than
-    bfloat16 rounds.
+    Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
+    weights they differ by rounding only, about 1e-6 nats in float32; a larger difference means that
+    the weights differ. In bfloat16, rounding may hide a missed update. But then the server's answer
+    has the same bits as before, which gives it away.
 
-    A request waits behind all others at a busy server, and the trainer does not wait for it: with
-    the new weights it scores the tokens of the answer before. When the new answer has come, one
-    step later, they are compared up to the first token that differs.
+    The trainer does not wait for a busy server. It scores the previous answer with the new weights,
+    and compares one step later, when the new answer has come, up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -345,7 +342,7 @@ class Canary:
         self.prompt: list[int] = []  # from the first batch of the run
         self.asked: Future[list[Any]] | None = None
         self.answers: list[ModelResponse] = []  # the newest of each server
-        # The trainer's scores of the newest answers, and those of the ones before: (tokens,) each.
+        # The trainer's scores of the newest answers, and of the previous ones: (tokens,) each.
         self.scores: dict[Tokens, Tensor] = {}
         self.before: dict[Tokens, Tensor] = {}
 
@@ -377,8 +374,8 @@ class Canary:
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
     def finish(self) -> dict[str, float]:
-        """The verdict on the last update: {} for the first answer, and if a server gave none. All
-        ranks call this."""
+        """The metrics of the last update; {} if an answer is missing or is the first. All ranks
+        call this."""
         now: list[ModelResponse] = []
         if self.asked is not None:
             with suppress(EngineError):
@@ -399,9 +396,9 @@ def compare(
     scores: dict[Tokens, Tensor],
     before: dict[Tokens, Tensor],
 ) -> tuple[Tensor, bool]:
-    """Two answers of a server, and the trainer's scores of the first one under the weights of the
-    second, and of the first. Returns the differences in nats (n,) of the n tokens that both begin
-    with, and whether the server kept every bit although the trainer has moved."""
+    """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
+    weights (`scores`) and with the old ones (`before`). Returns the errors in nats (n,) of the n
+    tokens that both begin with, and whether only the trainer's numbers have changed."""
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
     n = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
@@ -415,7 +412,7 @@ def compare(
 
 
 def own_frames(thread: threading.Thread, machinery: str) -> list[FrameType]:
-    """A thread's frames outside of libraries and of the loop's own file, innermost first."""
+    """A thread's frames without libraries and the loop's own file, innermost first."""
     foreign = (LIBRARY, "<", machinery)
     frames = traceback.walk_stack(sys._current_frames().get(thread.ident or 0))
     paths = [(frame, frame.f_code.co_filename) for frame, _ in frames]
@@ -423,7 +420,7 @@ def own_frames(thread: threading.Thread, machinery: str) -> list[FrameType]:
 
 
 def cpu_seconds(thread: threading.Thread) -> float:
-    """How long a thread has computed. macOS does not tell: 0, as if it always slept."""
+    """How long a thread has computed; 0 on macOS, which does not tell."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
@@ -432,11 +429,11 @@ def cpu_seconds(thread: threading.Thread) -> float:
 def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None:
     """The call that keeps the event loop from answering, as "name (file:line)", or None.
 
-    On a starved machine every call takes long, and the code that happens to run is innocent. So the
-    same call must be there at every look, for `seconds`; the time is counted in looks, because a
-    starved process cannot look, either. And meanwhile its thread must have slept (less than a tenth
-    of the time on a core: it waits inside the call) or have computed for half of `seconds`. A
-    thread between the two wants a core and does not get it.
+    On a starved machine every call takes long, and the code that happens to run is innocent. So we
+    must see the same call at every look, for `seconds`. The time is counted in looks, because a
+    starved process cannot look either. Meanwhile the thread must have slept inside the call (less
+    than a tenth of the time on a core) or have computed for half of `seconds`. A thread between the
+    two wants a core and does not get it.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)
@@ -481,7 +478,7 @@ class Doctor:
         found = {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
         if not self.canary.prompt:
             self.canary.choose(batch)
-        return found | self.canary.finish()  # on the update of the step before
+        return found | self.canary.finish()  # about the previous update
 
     def on_step(self, metrics: Record) -> None:
         self.step = metrics["step"]
@@ -507,7 +504,7 @@ class Doctor:
                     raise Unhealthy(finding["text"])
 
     def watch(self) -> None:
-        """Look at the running step every second, until the run ends or a strict doctor ends it."""
+        """Look at the running step every second, until the run ends."""
         executor = self.run.executor
         step, before = self.step, asdict(executor.stats)
         while not self.over.wait(1.0) and executor.dispatcher.thread.is_alive():

@@ -2,9 +2,9 @@
 
     OPENAI_API_KEY=KEY python train.py mode=eval evaluator.base_url=https://api.openai.com/v1
 
-The agent runs on every validation prompt as in training, except that base_url is that endpoint and
-nobody records tokens: the reward is the number that the agent returns. An agent that raises or
-returns nothing counts as rejected. No server, no proxy and no tokenizer are needed.
+The agent runs on every validation prompt as in training, but its base_url is that endpoint, and no
+tokens are recorded. The reward is the number that the agent returns. An episode that raises or
+returns nothing counts as rejected. No server, proxy or tokenizer is needed.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
-    """Run the agent on every validation prompt against evaluator.base_url."""
+    """Run the agent on every validation prompt, with evaluator.base_url."""
     agent, url = inputs.evaluated, config.evaluator.base_url
     if isinstance(agent, RolloutWorkflow):
         raise ConfigError("evaluator.base_url is for agents, and this is a RolloutWorkflow")
@@ -50,8 +50,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
 
 
 def main(config: TrainConfig) -> int:
-    """Evaluate, print the result, and write it to eval.json in the run's folder. Raises
-    ConfigError."""
+    """Print the result, and write it to eval.json in the run's folder. Raises ConfigError."""
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
     task = importlib.import_module(config.task) if config.task else None

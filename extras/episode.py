@@ -1,13 +1,13 @@
-"""Run one episode of an agent, and print its conversations and what would be trained.
+"""Run one episode of an agent, and print its conversations and what training would use of them.
 
     python -m extras.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
 
-It starts a proxy and a small server (--server URL: one that runs already), calls
-`MyAgent().run(data)` as training does, and prints the tree of the calls: each under the call that
-it continues, with its tokens and its final reward. `tasks.guess.WORKFLOW` needs no --data: its
-module has a dataset.
+It starts a proxy and a small server (or uses a running one: --server URL), and calls
+`MyAgent().run(data)` as training does. Then it prints the tree of calls: each stands under the call
+that it continues, with its tokens and its final reward. `tasks.guess.WORKFLOW` needs no --data,
+because its module has a dataset.
 
-Where one conversation shows as two trees, the agent's framework has rewritten earlier messages;
+If one conversation appears as two trees, the agent's framework has rewritten earlier messages;
 docs/agents.md, "Two roots", says what to do.
 """
 
@@ -61,7 +61,7 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 def start_server(stack: ExitStack, model: str, key: str) -> str:
-    """Start a small server with a model, and return its URL when it answers. `stack` ends it."""
+    """Start a small server, and return its URL when it answers. `stack` ends the server."""
     words = command("inference.tiny.server", "--model-path", model)
     return start(stack, Child("server", words, variables={"POCKET_AREAL_SERVER_KEY": key}))
 

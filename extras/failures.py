@@ -1,8 +1,8 @@
-"""Failures of episodes, each kind once: `callbacks: [extras.failures.Failures]`.
+"""Print each kind of failed episode once: `callbacks: [extras.failures.Failures]`.
 
-Without it Python's logging prints every failure with its traceback, and one mistake in an agent
-fills the screen. Failures of one type at one place are of one kind. The first of them is printed as
-it is, its traceback goes to logs/failures.log, and the others are counted:
+Without this callback, logging prints every failure with its traceback, so one mistake in an agent
+fills the screen. Two failures are of one kind if they have the same type and place. The first one
+is printed, its traceback goes to logs/failures.log, and the rest are counted:
 
     task 0 failed: OSError('no board'), in run (agent.py:7); traceback: runs/.../logs/failures.log
     failed 38 times: task 0 failed: OSError('no board'), in run (agent.py:7)
@@ -23,14 +23,14 @@ LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the traceback that belongs to no library."""
+    """The innermost line of the traceback outside of libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     return "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in ours[-1:])
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: type, text and place."""
+    """The type, text and place of an exception, in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return text.encode(errors="backslashreplace").decode() + place_of(error)
 

@@ -1,15 +1,16 @@
 """Variants of the loss, as functions that `actor.loss` names: `actor.loss=extras.losses.cispo`.
 
-Each changes the arguments of the loss in ppo.py and calls it, so a variant is only what is
-different: GSPO gives it another u, truncation another w. `base` is the loss that is called, so
-they combine. In a module of your own:
+Each changes the arguments of the loss in ppo.py and then calls it: GSPO passes another u,
+truncation another w. The loss that a variant calls is its argument `base`, so variants combine. In
+a module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
-They answer two problems. The ratio of a single token is noisy, so GSPO and `row_weight` take ratios
-of whole rows. Server and trainer never agree exactly, so w is sometimes far too large or too small:
-`icepop`, `truncate` and `reject` bound what such tokens do. A row of 100 tokens with w = 1.05 each
-passes any bound on tokens, yet pi_prox would generate it 131 times as often as pi_behav.
+They solve two problems. The ratio of a single token is noisy, so `gspo` and `row_weight` take the
+ratio of a whole row. And server and trainer never agree exactly, so w is sometimes far too large or
+too small: `icepop`, `truncate` and `reject` bound the effect of such tokens. Only `reject` also
+sees whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox generates the
+row 131 times as often as pi_behav.
 """
 
 import math
@@ -27,7 +28,7 @@ Loss = Callable[..., Result]
 
 
 def over_rows(x: Tensor, mask: Tensor, ids: Tensor | None, how: str) -> Tensor:
-    """Give each token the sum, mean, amax or amin of x over the trained tokens of its row."""
+    """Give each token the sum, mean, amax or amin of x over its row's trained tokens."""
     rows = torch.arange(len(mask), device=mask.device)[:, None] if ids is None else ids
     rows = rows.expand(x.shape)
     found = x.new_zeros(int(rows.max()) + 1 if rows.numel() else 0)
@@ -45,8 +46,8 @@ def gspo(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. It
-    is nearer to 1 than a token's u: set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
+    """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. The
+    mean is close to 1: set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     # log u = 1/n sum_t log u_t
     log_u = over_rows(log_ratio(logp, prox, mask), mask, sequence_ids, "mean")
@@ -66,14 +67,14 @@ def cispo(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """CISPO (2506.13585): the clipped u is a constant factor of the gradient of log pi_theta, so a
+    """CISPO (2506.13585): the clipped u multiplies the gradient of log pi_theta as a constant. So a
     clipped token keeps its gradient, and a rare but useful word can become likelier. The lower
     bound is usually off: actor.eps_clip=1."""
     mask, here, prox_logp = loss_mask.bool(), logp.detach(), prox_logp.detach()
     u = log_ratio(here, prox_logp, mask).exp()
     factor = clip(u, eps_clip, eps_clip_higher)
-    # With pi_theta itself in the place of pi_prox, u is 1 and has the gradient of log pi_theta.
-    old_logp = here - log_ratio(prox_logp, old_logp, mask)  # so that w stays what it was
+    # With pi_theta in place of pi_prox, u is 1, and its gradient is that of log pi_theta.
+    old_logp = here - log_ratio(prox_logp, old_logp, mask)  # keeps w
     loss, stats = base(logp, here, old_logp, factor * advantages, loss_mask, **keys)
     stats["clip_frac"] = share(u != factor, mask, keys)
     return loss, stats
@@ -87,7 +88,7 @@ def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
 def leave_out(
     chosen: Tensor, base: Loss, *tensors: Tensor, loss_mask: Tensor, **keys: Any
 ) -> Result:
-    """The loss without the `chosen` tokens, which still count in its mean."""
+    """The loss without the `chosen` tokens; the mean still counts them."""
     mask = loss_mask.bool()
     keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
     loss, stats = base(*tensors, mask & ~chosen, **keys)
@@ -105,8 +106,8 @@ def icepop(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """IcePop (2510.18855): tokens with w < floor are left out like those above the cap. Dropping
-    only large weights makes their mean fall below 1."""
+    """IcePop (2510.18855): tokens with w < floor are left out like those above the cap. If only
+    large weights were dropped, the mean of w would fall below 1."""
     low = log_ratio(prox_logp, old_logp, loss_mask.bool()) < math.log(floor)
     return leave_out(low, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
 
@@ -126,8 +127,8 @@ def reject(
     **keys: Any,
 ) -> Result:
     """Leave out rows on which pi_prox and pi_behav differ too much (verl, rollout correction): the
-    geometric mean of w is outside 1/c .. c (c near 1, such as 1.01, because it does not grow with
-    the row), or some token has (log w)^2 / 2 > k2 or w < veto."""
+    geometric mean of w is outside 1/c .. c, or some token has (log w)^2 / 2 > k2 or w < veto. The
+    mean does not grow with the row, so choose c near 1, such as 1.01."""
     mask, keys["sequence_ids"] = loss_mask.bool(), sequence_ids
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)
@@ -148,8 +149,8 @@ def truncate(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Truncated importance sampling: w outside floor .. cap becomes the bound, not 0. The metric
-    dropped_share counts these tokens."""
+    """Truncated importance sampling: a w outside floor .. cap is set to the bound. The metric
+    dropped_share counts such tokens."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     w = log_ratio(prox, old_logp, mask).exp()
     bounded = w.clamp(floor, behave_imp_weight_cap)
@@ -169,18 +170,18 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Every token has the weight of its row: the geometric mean of its w (how="mean"), which stays
-    near 1, or their product ("sum"), which is exact, but often far from 1 in a long row."""
+    """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1; the
+    product ("sum") is exact, but often far from 1 in a long row."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
-    # log w = 1/n sum_t log w_t, or without the 1/n
+    # log w = 1/n sum_t log w_t, or the sum itself
     log_w = over_rows(log_ratio(prox, old_logp, mask), mask, sequence_ids, how).clamp(-20, 20)
     tensors = (logp, prox, prox - log_w, advantages, loss_mask)
     return base(*tensors, sequence_ids=sequence_ids, **keys)
 
 
 def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-    """Three guesses of log pi_prox (N,): between the two policies in log space (loglinear) or in
-    probabilities (linear), and pi_behav itself (rollout)."""
+    """Three guesses of log pi_prox (N,): pi_behav and pi_theta interpolated in log space
+    (loglinear) or in probabilities (linear), and pi_behav itself (rollout)."""
     # linear: pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     linear = torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
     between = loglinear(old_logp, theta_logp, alpha)
@@ -190,7 +191,7 @@ def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Te
 def guess_errors(
     prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor
 ) -> dict[str, Tensor]:
-    """The errors (N,) of the guesses, of w and of u, absolute and relative
+    """The absolute and relative errors (N,) of the guesses, and of w and u computed from them
     (actor.prox_logp_method=metrics)."""
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """SGLang's parsers of tool calls, such as `rollout.openai.tool_call_parser=extras.parsers.mistral`.
 
-calls/tools.py reads the form of Qwen and Hermes itself. Every other name that SGLang knows is a
-function of this module.
+calls/tools.py itself reads the form of Qwen and Hermes. This module has a function for every other
+name that SGLang knows.
 """
 
 import json
@@ -11,9 +11,9 @@ Tools = list[dict[str, Any]]  # in the form of chat completions
 
 
 def __getattr__(name: str) -> Any:
-    """SGLang's parser of this name as a function of (text, tools). Raises ImportError without
-    SGLang, and ValueError for an unknown name."""
-    if name.startswith("__"):  # Python itself asks for these
+    """SGLang's parser `name` as a function of (text, tools). Raises ImportError without SGLang, and
+    ValueError for an unknown name."""
+    if name.startswith("__"):  # Python looks these up itself
         raise AttributeError(name)
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -1,21 +1,20 @@
-"""What a run would start and need, printed for the words of its command:
+"""Print what a run would start and need. It takes the arguments of train.py:
 
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
-It starts nothing, and needs neither data nor weights nor those GPUs, only the config.json of the
-model. The servers and their GPUs are the run's own decision (run/launch.py); what is estimated here
-is memory and disk.
+It starts nothing, and needs neither data nor weights nor GPUs, only the config.json of the model.
+run/launch.py chooses the servers and their GPUs, as in a run; this file estimates memory and disk.
 
-A trainer's rank keeps 16 bytes of each of its parameters: four float32 numbers, which are the
-parameter, its gradient and two moments of AdamW. A reference model adds 4. A step needs the largest
-of its three phases on top, since one phase frees its memory before the next. A server keeps the
-weights, and keys and values of server.max_total_tokens tokens.
+A rank of the trainer keeps 16 bytes a parameter: the parameter, its gradient and two moments of
+AdamW, each in float32. A reference model adds 4 bytes a parameter. Each of a step's three phases
+frees its memory before the next one, so the step adds only the largest. A server keeps the weights,
+and the keys and values of server.max_total_tokens tokens.
 
-Example: Qwen2.5-1.5B in bfloat16 on one GPU keeps 23.0 GiB, a step with gradient checkpointing
-needs 4.8 more (without it 47), and 3 are for CUDA: 30.8 GiB.
+Example: on one GPU, Qwen2.5-1.5B in bfloat16 keeps 23.0 GiB. A step with gradient checkpointing
+adds 4.8 (without it 47), and CUDA takes 3: 30.8 GiB.
 
 The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
-what real layers save and what a real step allocates, to 10 %. CUDA_BYTES is a guess.
+real layers and a real step, to 10 %. CUDA_BYTES is a guess.
 """
 
 import argparse
@@ -37,10 +36,10 @@ from run.launch import Child, plan_proxy, plan_servers, visible_gpus
 from training import logprobs
 
 GIB = 2**30
-CUDA_BYTES = 3 * GIB  # of a process: context, CUDA graphs, workspaces, gaps between tensors
-TOKEN_BYTES = 50  # of each token in the files of a step
+CUDA_BYTES = 3 * GIB  # per process: context, CUDA graphs, workspaces, gaps between tensors
+TOKEN_BYTES = 50  # per token, in the files of a step
 PROXY_GIB = 0.3
-ASSUMED_GIB = 80.0  # of a GPU, with --gpus and without --gpu-memory
+ASSUMED_GIB = 80.0  # per GPU, if --gpus is given without --gpu-memory
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -52,13 +51,13 @@ def number_bytes(actor: PPOActorConfig) -> int:
 
 
 def count_heads(shape: Any) -> tuple[int, int]:
-    """The heads of a layer's queries, and of its keys."""
+    """How many heads a layer's queries have, and its keys."""
     queries = shape.num_attention_heads
     return queries, getattr(shape, "num_key_value_heads", None) or queries
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """How many numbers a layer computes for a token's queries (Q), and for its keys (K)."""
+    """How many numbers a layer computes per token for queries (Q), and for keys (K)."""
     queries, keys = count_heads(shape)
     width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
     return width * queries, width * keys
@@ -69,7 +68,7 @@ def mlp_width(shape: Any) -> int:
 
 
 def count_parameters(shape: Any) -> tuple[int, bool]:
-    """The model's parameters, and whether its layers normalise queries and keys."""
+    """The number of parameters, and whether the layers normalise queries and keys."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape)
     names = [name for name, _ in model.named_parameters()]
@@ -77,7 +76,7 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
-    """Bytes that a layer saves of a token for the backward pass, in numbers of `b` bytes."""
+    """Bytes that a layer keeps per token for the backward pass, at `b` bytes a number."""
     # Two norms: the input in float32, the normalised input, the output.   2 (4 + 2 b) H
     # Norms of queries and keys, if there are any.                         (4 + b) (Q + K)
     # Queries, keys, values, and the output of attention.                  2 b (Q + K)
@@ -95,24 +94,24 @@ def step_bytes(
     device: str = "cpu",
     ranks: int = 1,
 ) -> int:
-    """Bytes that a step needs on top of what a rank keeps.
+    """Bytes that a step needs beyond what a rank keeps.
 
-    V is the vocabulary, H the hidden size, P the parameters of a layer, and R those of embedding
-    and last layer: V H where they are tied, else 2 V H.
+    V is the vocabulary and H the hidden size. A layer has P parameters. Embedding and last layer
+    have R: V H if they are tied, else 2 V H.
     """
     b, tokens, layers = number_bytes(actor), actor.mb_tokens, shape.num_hidden_layers
     last = shape.vocab_size * shape.hidden_size  # V H
     root = last if shape.tie_word_embeddings else 2 * last  # R
     layer = (n - root) // layers  # P
     one = tokens * saved_bytes(shape, b, has_head_norms)
-    # With gradient checkpointing a layer keeps its input, and one layer at a time is recomputed.
+    # With gradient checkpointing a layer keeps only its input; one layer at a time is recomputed.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    # head = b R + (4 + b) V H + saved + chunk: the last layer with its gradient in float32, what
-    # one chunk of tokens adds to it, and the chunk's logits.
+    # head = b R + (4 + b) V H + saved + chunk: the last layer, its gradient in float32, what one
+    # chunk of tokens adds to the gradient, and the chunk's logits.
     head = (4 + b) * last + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
-    # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers and the gradient of one, and that
-    # gradient in float32 before and after the ranks add theirs.
+    # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers, the gradient of one, and its
+    # float32 copies before and after the ranks' gradients are added.
     middle = b * last + saved + (0 if is_kept else one)
     # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
     if ranks == 1 and actor.dtype == "float32":  # FSDP shards nothing
@@ -121,24 +120,24 @@ def step_bytes(
 
 
 def kept_bytes(config: TrainConfig) -> int:
-    """Bytes that the ranks together keep of a parameter."""
+    """Bytes a parameter that the ranks together keep."""
     return 20 if config.actor.kl_ctl > 0 else 16
 
 
 def estimate_rank(
     config: TrainConfig, shape: Any, n: int, has_head_norms: bool, ranks: int, on_gpu: bool
 ) -> float:
-    """GiB of one of `ranks` trainers."""
+    """GiB that each of `ranks` ranks needs."""
     kept, device = kept_bytes(config) * n / ranks, "cuda" if on_gpu else "cpu"
     step = step_bytes(config.actor, shape, n, has_head_norms, device, ranks)
     return (kept + step + CUDA_BYTES * on_gpu) / GIB
 
 
 def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
-    """GiB of a server on each of its GPUs, in bfloat16; on a CPU it computes in float32.
+    """GiB that a server needs on each of its GPUs, in bfloat16; on a CPU it computes in float32.
 
-    GPUs beyond the heads of the keys keep a copy of another one's head. Raises ConfigError where
-    the heads cannot be divided (SGLang, srt/models/qwen2.py).
+    If there are more GPUs than key heads, several keep the same head. Raises ConfigError if the
+    heads cannot be divided (SGLang, srt/models/qwen2.py).
     """
     tp, (heads, keys) = config.server.tp_size, count_heads(shape)
     fits = [k for k in range(1, heads + 1) if heads % k == 0 and max(k, keys) % min(k, keys) == 0]
@@ -156,9 +155,9 @@ def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> fl
 def check_memory(
     config: TrainConfig, needs: list[tuple[Child, float]], gpus: list[str], have: float
 ) -> None:
-    """Raise ConfigError if the processes of a GPU need more than the `have` GiB that each GPU has.
+    """Raise ConfigError if the processes on one GPU need more than `have` GiB.
 
-    Without GPUs they share the memory of the machine. The message names only what can help.
+    Without GPUs, all processes share the machine's memory. The message names only what can help.
     """
     actor, count = config.actor, config.server.count
     on_ranks = {
@@ -188,7 +187,7 @@ def check_memory(
 
 
 def check_gpus(config: TrainConfig, gpus: list[str], ranks: int) -> None:
-    """Raise ConfigError if the ranks, or the parts of a server, are more than the GPUs."""
+    """Raise ConfigError if the ranks, or one server, need more GPUs than there are."""
     needs = {"torchrun --nproc-per-node": ranks, "server.tp_size": config.server.tp_size}
     for key, wanted in needs.items():
         if gpus and wanted > len(gpus):
@@ -196,7 +195,7 @@ def check_gpus(config: TrainConfig, gpus: list[str], ranks: int) -> None:
 
 
 def has_own_gpus(servers: list[Child], gpus: list[str]) -> bool:
-    """Whether no server shares a GPU with another one, or with the first rank."""
+    """Whether no server shares a GPU with another server or with the first rank."""
     used = [gpu for server in servers for gpu in server.gpus]
     return len({*gpus[:1], *used}) == 1 + len(used)
 
@@ -222,7 +221,7 @@ def check_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]
 def check_open_files(config: TrainConfig, limit: int) -> None:
     """Raise ConfigError if a process may need more than `limit` open files.
 
-    A proxy has two connections for a running episode, and so has the trainer.
+    Proxy and trainer each have two connections per running episode.
     """
     needed = 2 * count_episodes(config) + 256
     if needed > limit:
@@ -250,7 +249,7 @@ def find_shape(path: str) -> Any:
 
 
 def memory_of_each(gpus: list[str]) -> float:
-    """GiB of a GPU here, or of this machine."""
+    """GiB of the smallest GPU here; without GPUs, of this machine."""
     if not gpus:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -277,17 +276,17 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """Bytes of the saved models, of two checkpoints (parameters and two moments; one while it is
-    written) and of two versions for the servers."""
+    """Bytes of the saved models, of two versions for the servers, and of two checkpoints
+    (parameters and two moments): the last one, and the next while it is written."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
     return (4 * models + 12 * 2 + 2 * number_bytes(config.actor)) * n
 
 
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
-    """Print the plan for this machine, or for one with so many GPUs of so many GiB. Return 0.
+    """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB. Return 0.
 
-    Raises ConfigError for a run that cannot work, after the table where memory is what lacks.
+    Raises ConfigError for a run that cannot work. If memory is lacking, it prints the table first.
     """
     names = visible_gpus() if gpus is None else [str(k) for k in range(gpus)]
     task = importlib.import_module(config.task) if config.task else None

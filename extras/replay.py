@@ -4,25 +4,25 @@
     python -m extras.replay runs/guess/one --until 7      seven of them
 
 Two runs with one seed differ because a weight update interrupts a completion at token 57 in one
-and at token 61 in the other. All else is fixed: the seed gives the prompts and, with the names of
-calls and the positions of tokens, every random number; the small server computes the same bits
-whatever else it computes, and in two parts as in one; a step is a function of weights and batch. So
-configuration and schedule.jsonl determine a run:
+and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's name
+and a token's position, every random number. The small server computes the same bits for a
+completion, whatever else it computes and however often it is interrupted. A step depends only on
+weights and batch. So configuration and schedule.jsonl determine a run:
 
     {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     it begins after step 0
-    {"start":7,"version":2}                                            of task 7, at version 2
+    {"start":7,"version":2}                                            task 7, at version 2
     {"call":"7-3.1","prompt":"8da1","spans":[[2,57,"2e9c"],[3,120,"f1c4"]],"stop":"stop"}
     {"call":"7-3.2","prompt":"51bb","spans":[],"failed":503}
     {"finish":7,"version":3}                                           its episodes have ended
     {"consume":7,"version":4}                                          step 5 trains on its group
     {"pushed":5}                                                       servers have version 5
 
-A **span** ends where its version does. Version 2 computed tokens 1 to 57 of call 1 of member 3 of
-task 7, and version 3 the next 63. A replay takes turns: at version 2 it starts what was started
-then, waits for the first 57 tokens and all others of version 2, trains, pushes version 3, and goes
-on with token 58. It generates only what a step consumed, and stops at the first difference.
+A **span** is the tokens of one version. In task 7, member 3, call 1, version 2 computed tokens 1 to
+57, and version 3 the next 63. At version 2, a replay starts the tasks that were started then, and
+waits for these 57 tokens and all others of version 2. Then it trains, pushes version 3, and goes on
+with token 58. It generates only what a step consumed, and stops at the first difference.
 
-Not promised: evaluations are not recorded. An agent must be deterministic, and so must a server.
+Agent and server must be deterministic. Evaluations are not recorded.
 """
 
 import argparse
@@ -47,7 +47,7 @@ Fact = dict[str, Any]
 Spans = list[tuple[int, int, str]]  # (version, end, hash of all tokens before `end`)
 SPANS = TypeAdapter(Spans)
 FILE = "schedule.jsonl"
-CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # of training; an evaluation's is "eval-7-3.1"
+CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # training calls; evaluations have "eval-7-3.1"
 CLOSED = 499  # the status of a call whose agent has hung up
 POLL = 0.02  # seconds between two looks at the schedule
 # No token and no weight depends on these keys, so a replay may change them.
@@ -73,7 +73,7 @@ def spans_of(response: ModelResponse) -> Spans:
 
 
 def task_of(call: str) -> int | None:
-    """The task of a training call, 7 for "7-3.1"; None for other calls."""
+    """The task of a training call: 7 for "7-3.1". None for other calls."""
     match = CALL.fullmatch(call)
     return int(match[1]) if match else None
 
@@ -81,21 +81,21 @@ def task_of(call: str) -> int | None:
 class Schedule:
     """The facts of a schedule.jsonl, without those that a restart has cancelled.
 
-    A line "run" cancels the steps after its own, and "start" the earlier calls of its task.
+    A line "run" cancels all later steps. A line "start" cancels the earlier calls of its task.
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path, self.size = path, 0  # bytes that were read
+        self.path, self.size = path, 0  # size: bytes read so far
         self.runs: list[Fact] = []
         self.starts: dict[int, int] = {}  # the version at which each task started
         # the last line of each call, by task and name
         self.calls: dict[int | None, dict[str, Fact]] = {}
         self.ended: set[int] = set()  # tasks
         self.steps: dict[int, list[int]] = {}  # the tasks consumed at each version
-        self.version = 0  # the newest one in the servers
+        self.version = 0  # the newest that was pushed
 
     def read(self) -> Self:
-        """Add the complete lines that are new. Raises ValueError for a line that is no fact."""
+        """Read the new complete lines. Raises ValueError for a line that is no fact."""
         with open(self.path, "rb") as file:
             file.seek(self.size)
             lines = file.read().rpartition(b"\n")[0]
@@ -134,7 +134,7 @@ class Schedule:
     def check(self, batch_size: int) -> int:
         """Return how many steps a replay can repeat.
 
-        Raises ValueError for what no run writes: a replay would wait for it for ever.
+        Raises ValueError for steps that no run writes: a replay would wait for ever.
         """
         steps = [self.steps.get(v, []) for v in range(min(self.version, len(self.steps) + 1))]
         seen = set[int]()
@@ -155,7 +155,7 @@ class Schedule:
 
 
 class Hooks(engine.Hooks):
-    """Records the calls of training. In a replay, makes their tokens under the recorded versions.
+    """Records the calls of training. In a replay, generates each token under its recorded version.
 
     The trainer and all proxies append to one file. A line is one write, so lines never mix.
     """
@@ -169,9 +169,9 @@ class Hooks(engine.Hooks):
         os.write(self.file, orjson.dumps(fact) + b"\n")
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Wait for the version of the next recorded span, and return the span's end.
+        """Wait for the next recorded span's version, and return where the span ends.
 
-        Raises EngineError if the recorded call failed, with its status.
+        If the recorded call failed, raises EngineError with its status.
         """
         known = self.recorded.find(req.call)
         if "failed" in known:
@@ -186,7 +186,7 @@ class Hooks(engine.Hooks):
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Record the spans so far. In a replay, ask for the next one by the reason "abort"."""
+        """Record the spans so far. In a replay, stop_reason "abort" asks for the next one."""
         if task_of(req.call) is None:
             return
         fact = {"call": req.call, "prompt": digest(req.input_ids)}
@@ -211,7 +211,7 @@ def code_digest() -> str:
 
 
 def facts() -> Fact:
-    """What a run depends on beside its configuration."""
+    """What a run depends on besides its configuration."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     return {"code": code_digest(), "torch": importlib.metadata.version("torch"), "ranks": ranks}
 
@@ -241,7 +241,7 @@ def check(config: Any, folder: str) -> None:
 
 
 class Replay:
-    """The callback. In a replay its `prepare_batch` takes the place of the executor's.
+    """The callback. In a replay, its `prepare_batch` replaces the executor's.
 
     `replaying` is the folder of the run to repeat, up to step `until`.
     """
@@ -251,7 +251,7 @@ class Replay:
         self.replaying, self.until = replaying, until
 
     def hooks(self, run: Any) -> Fact:
-        """Hooks of the engine, here and in the proxies: {class: its arguments}."""
+        """The engine's hooks, in trainer and proxies: {class: its arguments}."""
         arguments = {"schedule": str(run.run_dir / FILE), "replay": self.replaying}
         return {"extras.replay.Hooks": arguments}
 
@@ -263,7 +263,7 @@ class Replay:
             run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return
-        # A kill may have cut the last line. It is newer than the checkpoint, so nobody needs it.
+        # A kill may have cut the last line, which is newer than the checkpoint: remove it.
         path = run.run_dir / FILE
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.record = run.engine.hooks.record
@@ -326,7 +326,7 @@ class Replay:
             self.own.read()
 
     def lacks_tokens(self, task: int, version: int) -> bool:
-        """Whether a recorded token of `version` or before is not generated yet. Raises Differs."""
+        """Whether a token recorded up to `version` is not generated yet. Raises Differs."""
         recorded, own = self.recorded.calls[task], self.own.calls.get(task, {})
         lacking = False
         for name in recorded | own:
@@ -349,8 +349,8 @@ class Replay:
 
 
 def compare(recorded: Path, run: Any, step: int) -> None:
-    """Compare a step's batch and model with those in the folder `recorded`, where both runs have
-    saved them. Raises Differs."""
+    """Compare a step's batch and model with those in the folder `recorded`, if both runs have saved
+    them. Raises Differs."""
     import torch
     from safetensors.torch import load_file
 
@@ -381,7 +381,7 @@ def main(argv: list[str]) -> Any:
     def make(config: Any, force: bool) -> start.Run:
         check(config, options.folder)
         config.callbacks = [name for name in config.callbacks if name != "extras.replay.Replay"]
-        config.recover_interval = 0  # a replay does not go on: it begins again
+        config.recover_interval = 0  # a replay never continues
         return start.Run(config, [Replay(config, options.folder, options.until)])
 
     recipe = f"{options.folder}/config.yaml"

@@ -1,9 +1,9 @@
-"""Write report.html: a run, or two side by side, as one page without a server and without network.
+"""Write report.html: a page that shows a run, or two side by side, without server and network.
 
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html, and with a second folder
 runs/guess/other it writes runs/guess/one/beside-other.html. The callback extras.report.Report
-writes the page every few steps, and once more when the run ends, also after Ctrl-C or a failure.
-The page is made from the files of the run alone, so a crashed run has one, too:
+writes the page every few steps and when the run ends, also after Ctrl-C or a failure. The page
+needs only the files of the run, so a crashed run has one, too:
 
     metrics.jsonl   the curves and the lags
     trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
@@ -11,9 +11,9 @@ The page is made from the files of the run alone, so a crashed run has one, too:
     config.yaml     the keys of the loss, which say which tokens were clipped
     doctor.jsonl    the doctor's findings
 
-Here the files become one JSON object; the script in report.html draws it. To stay small, a page has
-at most MAX_TOKENS tokens of MAX_STEPS steps, and so perhaps only some rows of a group. The rewards
-are those of all rows.
+This module makes one JSON object of the files, and the script in report.html draws it. To stay
+small, a page shows at most MAX_TOKENS tokens of MAX_STEPS steps, so some rows of a group may be
+missing. Its rewards are complete.
 """
 
 import json
@@ -36,16 +36,16 @@ from ppo import clip
 from run.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
-MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # of a page
+MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # per page
 # The (B, T) tensors that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 INTERVAL = 10  # steps between two reports of a run
-TIME_SHARE = 0.02  # a report is skipped while the earlier ones took more of the run's time
+TIME_SHARE = 0.02  # no report while reports took more than this share of the run's time
 
 
 def spread(items: list, count: int) -> list:
-    """At most `count` evenly spaced items, the first and the last among them."""
+    """At most `count` evenly spaced items, with the first and the last."""
     last = len(items) - 1
     return [items[round(k)] for k in torch.linspace(0, last, min(count, last + 1)).tolist()]
 
@@ -65,8 +65,8 @@ def clean(value: Any) -> Any:
 def read_timeline(records: list[Record]) -> Record:
     """The parts of a trace. Times are seconds since its first record.
 
-    phases: [name, begin, duration], without a gap. weights: [time, version]. groups: {task, lane,
-    begin, end, used, state, versions, reward}, where `used` is when a step took the group.
+    phases: [name, begin, duration], without gaps. weights: [time, version]. groups: {task, lane,
+    begin, end, used, state, versions, reward}; at `used`, a step consumed the group.
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []
@@ -100,10 +100,10 @@ def read_timeline(records: list[Record]) -> Record:
 
 
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
-    """The phases in order, and one more in each gap of more than 1 ms between 0 and `last`.
+    """Sort the phases, and add one wherever more than 1 ms between 0 and `last` has none.
 
-    A gap is "start" at the beginning, "not running" around a restart, "stop" at the end, and
-    "other" between two phases. A phase that a kill has cut is not in the trace: it is a gap.
+    It is named "start" at the beginning, "not running" around a restart, "stop" at the end, and
+    "other" between two phases. A phase that a kill has cut leaves such a gap, too.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -135,7 +135,7 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
     """0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight, (B, T).
 
-    This is the default loss (ppo.py) in the last optimizer step on the batch.
+    They hold for the default loss (ppo.py) and the last optimizer step on the batch.
     """
     prox, A = batch["prox_logp"], batch["advantages"]
     u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
@@ -153,7 +153,7 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 def read_step(
     path: Path, keys: PPOActorConfig, budget: int, words: dict[str, str]
 ) -> Record | None:
-    """A step's groups, and the turns that `budget` tokens allow; None for a damaged file.
+    """A step's groups, and its turns up to `budget` tokens; None for a damaged file.
 
     The texts of the shown tokens are added to `words`.
     """
@@ -164,12 +164,12 @@ def read_step(
     except (SafetensorError, OSError):
         return None
     step, old = int(path.stem), batch["logprobs"]
-    if "prox_logp" not in batch:  # standard PPO, or loglinear: estimated at the middle of the step
+    if "prox_logp" not in batch:  # standard PPO, or loglinear: an estimate at mid-step
         alpha = interpolation(batch["versions"], step - 1, 0.5)  # (B, T)
         estimate = loglinear(old, batch["theta_logp"], alpha)
         batch["prox_logp"] = estimate if keys.use_decoupled_loss else old
     batch["states"] = token_states(batch, keys)
-    rows_of = defaultdict(list)  # a task's rows, in order
+    rows_of = defaultdict(list)  # the rows of each task
     for row, task in enumerate(batch["task_ids"].tolist()):
         rows_of[task].append(row)
     groups = []
@@ -196,8 +196,8 @@ def read_step(
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append a row's turns to `turns`, each with the entries of `names`. Return their positions.
 
-    The row continues the row whose turns are at `above`. A turn that both have is there once, and a
-    turn holds only what comes after its parent turn: new messages, then sampled tokens.
+    The row continues another row, whose turns are at `above`. Turns that both rows have are not
+    appended again. A turn holds what follows its parent turn: new messages, then sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
@@ -229,7 +229,7 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
-    """A run's data, with `share` of the tokens of a page. ValueError: the folder holds no run."""
+    """A run's data, with `share` of a page's tokens. Raises ValueError if it is no run's folder."""
     lines, trace = (read_records(folder / name) for name in ("metrics.jsonl", "trace.json"))
     files = sorted(path for path in (folder / "tokens").glob("*.safetensors") if path.is_file())
     if not (lines or trace or files):
@@ -259,7 +259,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
 
 
 def make_page(folders: list[Path]) -> str:
-    """The page of one run or of several. ValueError: a folder holds no run."""
+    """The page of one or several runs. Raises ValueError if a folder holds no run."""
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
     data = json.dumps({"runs": clean(runs)}, allow_nan=False, separators=(",", ":"))
     # Without "<", no text of an agent can close the script element that holds the data.
@@ -268,14 +268,14 @@ def make_page(folders: list[Path]) -> str:
 
 
 def write_page(folders: list[Path], path: Path) -> None:
-    """Write the page beside `path` and rename it: never half a page, and never into a pipe."""
+    """Write the page to a new file and rename it to `path`, so that no half page is there."""
     part = path.with_suffix(".part")
     part.write_text(make_page(folders), encoding="utf-8")
     part.replace(path)
 
 
 class Report(Trace):
-    """The callback: a trace of the run, and the page that shows it."""
+    """The callback: writes the trace of the run and the page."""
 
     seconds, is_first = 0.0, False  # the time spent on reports
 
@@ -295,7 +295,7 @@ class Report(Trace):
         self.write_report()
 
     def write_report(self) -> None:
-        """Write the page. What fails is printed, and the run goes on."""
+        """Write the page. If this fails, print why; the run goes on."""
         if self.is_first:
             folder = self.path.parent
             try:

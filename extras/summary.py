@@ -1,7 +1,7 @@
-"""The end of a run in words: what it reached, how old its tokens were, and how to use the model.
+"""Print at the end of a run what it reached, how old its tokens were, and how to use the model.
 
-A task may add a drawing of what the policy does: `summary(ask, console)`, where `ask(messages)`
-gets the trained policy's answer at temperature 0.
+A task may draw what the policy does in `summary(ask, console)`, where `ask(messages)` returns the
+trained policy's answer at temperature 0.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """The live table: the last steps, how far the run is, and what it does at the moment.
 
-It needs a terminal that can overwrite its lines; in a file, the run's own line for each step is
-enough. A narrow terminal shows the first columns, and a counter has no column before it has counted
-something, so eighty columns have room for what happens. On both, every SAMPLE_INTERVAL steps one
-conversation of the batch is printed, and the first side conversation of the run. The text comes
-from a model, so its control characters are written out.
+The table needs a terminal that can overwrite its lines; a file gets only the run's own line for
+each step. A narrow terminal shows the first columns. To save room, a counter has no column until it
+has counted something. Every SAMPLE_INTERVAL steps, one conversation of the batch is printed, to
+files as well, and once the run's first side conversation. Their control characters are escaped,
+because a model wrote the text.
 """
 
 import time
@@ -45,7 +45,7 @@ SAMPLE_INTERVAL = 20
 
 
 def as_text(metrics: Record, key: str, text: str) -> str:
-    """A logp_mismatch of exactly 0 means that no token was compared, so it is "-"."""
+    """A logp_mismatch of exactly 0 is shown as "-": no token was compared."""
     return "-" if key == "logp_mismatch" and not metrics[key] else text.format(metrics[key])
 
 
@@ -67,7 +67,7 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Any) -> Live:
-        """A display of what `content()` returns, twice a second. One lock: two could deadlock."""
+        """Display what `content()` returns, twice a second. One lock: two could deadlock."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2)
         live._lock = self._lock
         return live

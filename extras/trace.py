@@ -1,13 +1,12 @@
 """trace.json: a run as a Chrome trace, for chrome://tracing, ui.perfetto.dev and the report.
 
-It has two tracks. On "rollout" each prompt group is a bar from its start to its finish, with points
-for what became of it, and with its versions and rewards. On "trainer" each step is a row of phases:
+It has two tracks. On "rollout" each prompt group is a bar from start to finish, with its versions
+and rewards; points mark what became of it. On "trainer" each step is a row of phases:
 
     rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
 
-The groups come from the executor's listeners as they happen. The phases come from the seconds in
-the step's metrics, laid end to end, so what lies between two phases (a few milliseconds) counts to
-the last one.
+The executor reports the groups' events as they happen. The phases are the seconds of the step's
+metrics, laid end to end; the last phase includes the few milliseconds between the others.
 """
 
 import json
@@ -53,7 +52,7 @@ class Trace:
         run.executor.listeners.append(self.on_event)
 
     def on_event(self, name: str, task_id: int, details: Record) -> None:
-        """An event of a group. All bars have one name, so that a viewer draws them in one track."""
+        """Write a group's event. All bars have one name, so a viewer draws them in one track."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
         args = {"task": task_id, "event": name, **details}
@@ -79,13 +78,13 @@ class Trace:
             self.file = None
 
     def mark(self, name: str, at: float, **args: Any) -> None:
-        """Write an instant: new weights in the servers, or the failure that ended the run."""
+        """Write an instant: new weights, or the failure that ended the run."""
         instant = {"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER}
         self.write(instant | {"ts": at * 1e6, "args": args})
 
     def write(self, record: Record) -> None:
         record = {"pid": 1, "ts": time.time() * 1e6, **record}
-        with self.lock, suppress(OSError):  # a full disk costs the trace, and not the run
+        with self.lock, suppress(OSError):  # a full disk costs only the trace
             if self.file is not None:
                 line = (b",\n" if self.size > 1 else b"\n") + json.dumps(record).encode()
                 os.pwrite(self.file, line + END, self.size)

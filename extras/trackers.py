@@ -1,7 +1,7 @@
 """Send the metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
 
-Both have wandb's interface, and so has any module that a subclass names. A run that continues
-continues in the tracker as well.
+Both have wandb's interface; a subclass may name another such module. A run that continues also
+continues in the tracker.
 """
 
 import importlib

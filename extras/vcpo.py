@@ -1,17 +1,17 @@
-"""VCPO (arXiv 2602.17616): a smaller step where few tokens carry all of the weight.
+"""VCPO (arXiv 2602.17616): take a smaller step if few tokens carry most of the weight.
 
     callbacks: [extras.vcpo.VCPO]
 
-The gradient of M tokens with the weights w is as noisy as that of ESS tokens with equal weights,
-ESS = (sum w)^2 / sum w^2. So lr <- lr * (ESS / M)^power, in every optimizer step. The rate is
-scaled and not the gradient, because AdamW normalises gradients.
+The gradient of M tokens with weights w is as noisy as that of ESS tokens with equal weights, with
+ESS = (sum w)^2 / sum w^2. So lr <- lr * (ESS / M)^power in every optimizer step. Scaling the
+gradient instead would do nothing, because AdamW normalises it.
 """
 
 from typing import Any
 
 
 class VCPO:
-    """A callback. A subclass may set another power; 0.5 is the paper's for AdamW."""
+    """A subclass may set another power; the paper has 0.5 for AdamW."""
 
     power = 0.5
 

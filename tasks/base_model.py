@@ -1,25 +1,21 @@
 """Make a small base model for a task: a word list, a chat template, a tiny Qwen3, and a warm-up by
 imitation.
 
-This module writes an ordinary Hugging Face directory. The other parts of the project load the
-directory with `AutoModelForCausalLM` and `AutoTokenizer`, in the same way as any other model. A run
-uses the same code for the tiny model and for a large model.
+The result is an ordinary Hugging Face directory, so a run loads the tiny model with the same code
+as a large one.
 
 **The tokenizer** has one token per word, and blanks separate words. The chat template writes every
-message as `<role> content <end>`. The tokens of a message do not depend on other messages. The
-tokens of a conversation are the concatenated tokens of its messages. For example, the conversation
-"guess a number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled
-tokens `3 <end>`, and the tokens of the new message. The proxy needs a chat template in which a
-message's tokens do not depend on other messages.
+message as `<role> content <end>`, so the tokens of a message do not depend on other messages; the
+proxy needs this. For example, the conversation "guess a number", "3", "higher" has three parts: the
+prompt of the first turn, the sampled tokens `3 <end>`, and the tokens of the new message.
 
-**The model** starts with random weights and is then trained to imitate a weak player of the task.
-Reinforcement learning needs a policy that answers in the right form and sometimes succeeds. A model
-with random weights gives no answer in the right form. The imitation training (warm-up) takes
-seconds. The imitated player makes many random moves, so the model can learn to play well only by
-reinforcement learning.
+**The model** starts with random weights and learns to imitate a weak player of the task, which
+takes seconds. Reinforcement learning needs this warm-up, because random weights give no answer in
+the right form, and so never a reward. But the imitated player makes many random moves, so only
+reinforcement learning can make the model play well.
 
-**Reproducibility.** On the same machine, the same seed and the same number of threads give the same
-weights. Different machines may give different weights.
+**Reproducibility.** On one machine, the same seed and the same number of threads give the same
+weights. Another machine may give different ones.
 """
 
 import tempfile
@@ -43,8 +39,7 @@ IGNORED = -100  # the label of a token that is left out of the loss
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word. The six special tokens, such as <pad> and <user>,
-    have the ids 0 to 5."""
+    """The six special tokens, such as <pad> and <user>, have the ids 0 to 5."""
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,8 +62,8 @@ def make_qwen3(
 ) -> Qwen3ForCausalLM:
     """Return a Qwen3 of width 64 with random weights.
 
-    The standard deviation of the weights is 0.06, three times the usual 0.02. In a model of width
-    64, a standard deviation of 0.02 makes attention nearly uniform, and training stalls.
+    The weights have a standard deviation of 0.06. The usual 0.02 makes attention nearly uniform at
+    this width, and training stalls.
     """
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -93,8 +88,8 @@ def make_qwen3(
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return the labels of a conversation: the assistant's words and end tokens. Tokens that the
-    assistant did not write have the label IGNORED."""
+    """Return the labels of a conversation: the tokens that the assistant wrote, with their end
+    tokens, and IGNORED for all others."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels, inside = [], False
     for token in ids:
@@ -113,8 +108,8 @@ def imitate(
     """Train the model with AdamW to predict the assistant's tokens. The learning rate falls
     linearly to 0. Return the loss of the last batch, in nats per token.
 
-    Padding needs no attention mask: padding is on the right, so no real token attends to padding.
-    The loss ignores the labels of padding.
+    Padding needs no attention mask: it is on the right, so no real token attends to it, and the
+    loss ignores its labels.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     loss = torch.tensor(torch.nan)
@@ -135,7 +130,7 @@ def imitate(
 def save_atomically(
     path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Write the model to `path` atomically. If `path` already holds a model, do not change it."""
+    """Write the model to `path`, unless a model is there already."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         draft = Path(scratch) / path.name

@@ -1,8 +1,5 @@
-"""GSM8K: grade-school mathematics problems, each with one number as its answer. A program checks
-the answers.
-
-The reward depends only on the final answer of a completion. The reward is 1 if the final answer is
-the right number, else 0. This file offers two ways to train on GSM8K:
+"""GSM8K: grade-school mathematics problems. Each has one number as its answer, so a program can
+check it: the reward is 1 if the final answer is right, else 0.
 
     python train.py --config configs/gsm8k.yaml model_path=DIR
     one attempt
@@ -10,19 +7,17 @@ the right number, else 0. This file offers two ways to train on GSM8K:
     python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent
     two attempts
 
-The first way to train is the workflow RLVRWorkflow with the reward function of this module. The
-second way to train is MathAgent, an agent that uses the unmodified OpenAI SDK. If the model's first
-answer is wrong, the agent tells the model so and asks for a second answer.
+The first command trains with RLVRWorkflow and the reward function below. The second one trains
+MathAgent, which uses the unmodified OpenAI SDK: if the first answer is wrong, the agent tells the
+model so and asks again.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). To train on other
 problems, set `train_dataset.path` to a JSONL file whose lines have the keys "question" and
-"answer", as in GSM8K. In GSM8K, the field "answer" is the whole solution, and the number stands
-after the last `####`.
+"answer". As in GSM8K, "answer" is the whole solution, and the number stands after the last `####`.
 
-**Comparison.** If math-verify is installed, math-verify decides whether two answers are the same
-number. math-verify understands fractions, units and LaTeX. Without math-verify, the reward compares
-the numbers that `last_number` finds. Without math-verify, 1,000 and 1000.0 count as the same
-number, but 1/2 and 0.5 do not.
+**Comparison.** If math-verify is installed, it decides whether two answers are the same number; it
+understands fractions, units and LaTeX. Otherwise the reward compares the numbers that `last_number`
+finds: 1,000 and 1000.0 are then the same number, but 1/2 and 0.5 are not.
 """
 
 import re
@@ -56,7 +51,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def prepare(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn a GSM8K line into chat messages and the number that is the right answer."""
+    """Turn a GSM8K line into chat messages and the right number."""
     messages = [{"role": "user", "content": row["question"] + INSTRUCTION}]
     return {"messages": messages, "answer": str(row["answer"]).rpartition("####")[2].strip()}
 
@@ -64,9 +59,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    The answer is the last number in the last LaTeX box. In a text without a box, the answer is the
-    last number after `####`. In a text with neither a box nor `####`, the answer is the text's last
-    number.
+    It is the last number in the last LaTeX box. Without a box it is the last number after `####`,
+    and without `####` the last number of the text.
     """
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
@@ -80,8 +74,8 @@ def last_number(text: str) -> Decimal | None:
 def is_right(completion: str, answer: str) -> bool:
     """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # The value None switches off math-verify's own timeout, which works only in the main
-        # thread. In the workflow RLVRWorkflow, AsyncRewardWrapper limits the time of a comparison.
+        # None switches off math-verify's own timeout, which works only in the main thread. Under
+        # RLVRWorkflow, AsyncRewardWrapper limits the time.
         gold, said = (
             math_verify.parse(text, parsing_timeout=None) for text in (answer, completion)
         )
@@ -93,8 +87,7 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_
 ) -> float:
-    """Return 1 for a right answer, else 0. The function runs in a separate process
-    (rollout/reward.py)."""
+    """It runs in a separate process (rollout/reward.py)."""
     return float(is_right(completion, answer))
 
 
@@ -103,8 +96,8 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.gsm8k.reward"}
 
 
 class MathAgent:
-    """An agent that asks the model until the answer is right, at most `max_turns` times. The reward
-    of a right answer at turn k, counted from 1, is discount^(k-1)."""
+    """Asks until the answer is right, at most `max_turns` times. A right answer at turn k, counted
+    from 1, earns discount^(k-1)."""
 
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount
@@ -112,7 +105,7 @@ class MathAgent:
     async def run(
         self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
     ) -> float:
-        """Play one episode and return its reward."""
+        """Return the episode's reward."""
         client = AsyncOpenAI(
             base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
         )

@@ -4,25 +4,20 @@ The secret is a number from 1 to 6, and the agent has three guesses. After a wro
 answers "higher" or "lower". The reward is 1 if the secret was found, else 0. The prompt does not
 say how to search. Random guesses find about half of the secrets, and binary search finds all six.
 
-**The agent** below is an ordinary program that uses the unmodified OpenAI SDK. The agent's code
-contains nothing about training, tokens or versions. The agent is given a `base_url`, plays a game,
-and returns the reward.
+**The agent** below is an ordinary program with the unmodified OpenAI SDK. It gets a `base_url`,
+plays a game and returns the reward; it knows nothing of training, tokens or versions.
 
-**Why six numbers.** With the numbers 1 to 7, exactly one first guess is best: 4. But early in
-training, games that begin with the guess 4 earn the lowest reward. If the secret is not 4, a first
-guess of 4 leaves three possible numbers and two guesses. The agent is sure to find the secret only
-if its second guess is the middle one of these three numbers. Early in training, the model has not
-yet learnt this second guess. The model learns the first guess before the later guesses, because
-every game has a first guess. With most random seeds, training with seven numbers ends in a local
-optimum, in which the first guess is not 4. With six numbers, 3 and 4 are equally good first
-guesses. A first guess of 3 or 4 leaves two numbers on one side of the guess and three on the other
-side. With six numbers, a first guess of 2 or 5 is a local optimum, because an agent that begins
-with 2 or 5 can find five of the six secrets. A penalty on the distance to the base model
-(configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
+**Why six numbers.** With the numbers 1 to 7, only the first guess 4 is best. But it leaves three
+possible numbers and two guesses, so the agent must then guess the middle one. Early in training the
+model has not learnt this second guess, because not every game gets there. So games that begin with
+4 earn the lowest reward, and with most seeds training ends in a local optimum with another first
+guess. With six numbers, 3 and 4 are equally good: each leaves two numbers on one side and three on
+the other. Even then, 2 and 5 are local optima, because an agent that begins with them can find five
+of the six secrets. So a penalty on the distance to the base model (configs/demo.yaml) keeps every
+first guess likely until the model has learnt the later ones.
 
-**Several strategies find every secret.** The trained model's greedy policy can make different
-guesses than binary search. `summary` counts the secrets that the learnt strategy finds, and draws
-the learnt strategy next to binary search. Binary search needs the fewest guesses on average.
+**Several strategies find every secret**, so the trained model may guess differently from binary
+search, which needs the fewest guesses on average. `summary` draws both next to each other.
 """
 
 import random
@@ -48,8 +43,7 @@ Play = Callable[
 
 
 def parse(answer: str | None) -> int | None:
-    """Return the number in the answer, or None if the answer is not exactly one number from 1 to
-    6."""
+    """Return the guess, or None if the answer is not exactly one number from 1 to 6."""
     word = (answer or "").strip()
     return int(word) if word in WORDS and word.isdigit() else None
 
@@ -60,19 +54,17 @@ def feedback(guess: int, secret: int) -> str:
 
 
 def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
-    """Return the secrets that are still possible after the game has answered `guess` with
-    `word`."""
+    """Return the secrets that remain after the game has answered `guess` with `word`."""
     return [secret for secret in possible if secret != guess and feedback(guess, secret) == word]
 
 
 class GuessAgent:
-    """An agent that plays one game through a chat-completions endpoint. The reward is 1.0 if the
-    agent found the secret, else 0.0."""
+    """Plays one game through a chat-completions endpoint. Finding the secret earns 1.0."""
 
     async def run(
         self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
     ) -> float:
-        """Play one game and return its reward."""
+        """Return the game's reward."""
         client = AsyncOpenAI(
             base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
         )
@@ -107,8 +99,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. In half of the games, the player makes only guesses
-    that the game's earlier answers allow."""
+    """Return the messages of one random game. In half of the games, the player respects the earlier
+    answers."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     messages = list(START)
@@ -150,10 +142,9 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
 def explore(
     play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS
 ) -> Tree:
-    """Draw a player's strategy as a tree: below each guess, the tree shows the next guess for each
-    answer of the game.
+    """Draw a player's strategy as a tree: each guess has below it the next guess for each answer.
 
-    For every secret that the player finds, `explore` appends the number of guesses to `found`.
+    For every secret that the player finds, the number of guesses is appended to `found`.
     """
     answer, turn = play(messages, possible), len(messages) // 2 + 1
     guess = parse(answer)

@@ -1,23 +1,22 @@
 """A task with long answers of very different lengths: the drunkard's walk home. An answer is a path
 through a maze.
 
-The maze is always the same and has 12 x 12 cells. The cells have names like chess squares. Two
-corner cells, a1 and l12, are homes. A prompt names the first cell of the walk and the home where
-the walk must end, such as "from b7 to l12". The answer lists every cell that the walk visits, from
-the first to the last. The reward is SPL, a metric of navigation: the length of the shortest way,
-divided by the length of the walk. If the walk goes through a wall or does not end at the home, the
-reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
+The maze never changes. It has 12 x 12 cells with names like chess squares, and two of its corners,
+a1 and l12, are homes. A prompt names the first cell and the home, such as "from b7 to l12". The
+answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a
+metric of navigation: the length of the shortest way, divided by the length of the walk. It is 0 if
+the walk goes through a wall or does not end at the home. For example, a walk of 72 moves earns 0.75
+if the shortest way has 54 moves.
 
-**Why this task.** The length of an answer varies tenfold and depends on the policy. A policy that
-walks like a drunk can reach the length limit. A policy that takes the shortest way needs 54 moves
-on average. Some walks are unfinished when new weights arrive. The maze is used to measure
-interruptions, staleness, and how much generation and training overlap. In a training step,
-generating the walks takes about as long as training on them.
+**Why this task.** The length of an answer depends on the policy and varies tenfold: a drunk can
+reach the length limit, and the shortest way has 54 moves on average. So new weights arrive while
+walks are unfinished, and generation takes about as long as training. We measure interruptions,
+staleness and the overlap of generation and training with it.
 
-**The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with
-probability 0.4, and otherwise a step in a random open direction. The imitated walks are cut off
-after 64 moves. A policy that walks exactly like the drunk, for at most 240 tokens, has a mean SPL
-of 0.36. A mean SPL above 0.36 shows that reinforcement learning has improved the policy.
+**The base model** imitates a drunk. A move is a step on the shortest way with probability 0.4, and
+otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A policy
+that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36; whatever is above
+that, reinforcement learning has added.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.
@@ -32,9 +31,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# The processes that compute rewards import this module. If this module imported torch, the
-# processes that compute rewards would start more slowly. The modules workflow.py and
-# tasks/base_model.py import torch. To avoid an import of torch, WORKFLOW is a string, and
+# The processes that compute rewards import this module, and importing torch would make them start
+# more slowly. workflow.py and tasks/base_model.py import torch. So WORKFLOW is a string, and
 # make_model imports base_model only when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
@@ -60,8 +58,8 @@ CELLS = {name((x, y)): (x, y) for x in range(SIDE) for y in range(SIDE)}
 
 @cache
 def passages() -> dict[Cell, set[Cell]]:
-    """Return for each cell the neighbours that no wall separates from the cell. The maze has
-    exactly one path between any two cells."""
+    """Return for each cell the neighbours that one can step to. There is exactly one path between
+    any two cells."""
     rng = random.Random(MAZE_SEED)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
     trail = [(0, 0)]
@@ -96,7 +94,7 @@ def distances(home: str) -> dict[Cell, int]:
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return 286 prompts: for each of the two homes, one prompt for each of the other 143 cells."""
+    """Return 286 prompts: to each of the two homes, one from each of the other 143 cells."""
     pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
     return [
         {"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b}
@@ -105,8 +103,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells that an answer visits. Return None if a word is not the name of a cell, if a
-    move goes through a wall, or if the first cell is not `start`."""
+    """Return the cells that an answer visits, or None if a word is no cell, a move goes through a
+    wall, or the first cell is not `start`."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -126,8 +124,7 @@ def reward(
     """Return SPL = S * l / max(p, l): S is 1 for success, l the length of the shortest way, p the
     walk's length.
 
-    The function has the same parameters as AReaL's reward functions. The metric SPL is from
-    Anderson et al. 2018.
+    The parameters are those of AReaL's reward functions. SPL is from Anderson et al. 2018.
     """
     walk = walk_of(completions, start)
     if walk is None or walk[-1] != CELLS[home]:
@@ -179,16 +176,16 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return the (column, line) at which `draw` shows the passage between cells a and b. If a
-    equals b, return the (column, line) of the cell a."""
+    """Return the (column, line) at which `draw` shows the passage between cells a and b, or cell a
+    if they are equal."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 
 def draw(walk: list[Cell], home: str) -> Text:
     """Draw the maze with the walk as dots, S at its start and H at the home.
 
-    The picture is 2 * SIDE + 1 squares wide and high. The column and the line of a cell are odd
-    numbers. The square between two neighbouring cells shows a passage or a wall.
+    The picture is 2 * SIDE + 1 squares wide and high. Cells have odd columns and lines, and the
+    square between two neighbours shows a passage or a wall.
     """
     picture = {
         square(cell, other): ("  ", "")
