@@ -1,4 +1,4 @@
-"""The calls of one session as a tree: parents, rewards, and rows to train on.
+"""The calls of one session form a tree, from which rewards and training rows are made.
 
 An **interaction** is one call of an agent: the messages that it sent and the tokens of the answer.
 The agent sends the whole conversation with every call, so later calls begin with earlier ones:
@@ -8,21 +8,21 @@ The agent sends the whole conversation with every call, so later calls begin wit
 
 **The tree is a dict.** A finished interaction is stored under the digest of its conversation, which
 is its messages and its output. A new call looks up the digest of every prefix of its messages. The
-longest that it finds is its parent: here A for B and C.
-Two messages are equal if calls/messages.py says so (`canonical`), because clients rewrite JSON.
+longest prefix found is its parent's conversation: A is the parent of B and C. Messages are compared
+in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
-**Rewards.** From the leaves to the roots,
+**Rewards** are computed from the leaves to the roots:
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (0 without children)
 
 For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. They take
-none of the session's reward and are not trained, unless the agent rewards them by id. The rule: the
-call has no tools, no parent and no child; a pattern matches its first message; and the session has
+none of the session's reward and are not trained, unless the agent rewards them by id. A call is one
+if it has no tools, no parent and no child; a pattern matches its first message; and the session has
 other calls, none of which begins with the same message.
 
-**Rows.** Style "individual" makes one row a turn, style "concat" one row a leaf:
+**Rows.** Style "individual" makes one row per turn, style "concat" one per leaf:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -32,7 +32,7 @@ other calls, none of which begins with the same message.
 A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. A
 sampled token is trained once, with the final reward of its own turn, even if leaves share it.
 
-Not promised: a turn whose messages the agent changed afterwards is no parent of its next call.
+A turn whose messages the agent changes later is not the parent of its next call.
 """
 
 import copy
@@ -58,8 +58,8 @@ SIDE = re.compile(  # opencode, Claude Code, Open WebUI
 
 
 def finite(reward: Any) -> float:
-    """A Python, numpy or torch number as a float. Raises Refusal, a ValueError, for anything else,
-    and for a number of no sane size."""
+    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for anything
+    else, for NaN, and for a number that is too large."""
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, OverflowError):
@@ -81,12 +81,12 @@ class InteractionWithTokenLogpReward:
 
     messages: list[Message]
     interaction_id: str = ""
-    tools: list[dict[str, Any]] = field(default_factory=list)  # these are of the AgentRequest
+    tools: list[dict[str, Any]] = field(default_factory=list)  # the AgentRequest's, like the next
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # as the agent received it
-    reward: float | None = None  # its own; after the discount, the final one
+    reward: float | None = None  # r(i); after the discount, R(i)
     parent: "InteractionWithTokenLogpReward | None" = None
     # set by the cache:
     turn: int = 0  # number of ancestors
@@ -101,7 +101,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def tokens(self) -> ModelResponse:
-        """The tokens. Raises ValueError for an unfinished call."""
+        """The tokens. Raises ValueError if the call is unfinished."""
         if self.model_response is None:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
@@ -112,7 +112,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def completion(self) -> Any:
-        """The reply as an object of OpenAI's SDK, or None if it is none of OpenAI's."""
+        """The reply as an object of OpenAI's SDK, or None for a reply of another API."""
         from openai.types import chat, responses  # slow to import
 
         kinds: Any = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
@@ -124,14 +124,14 @@ class InteractionWithTokenLogpReward:
         return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
-        """The row as tensors, (1, L) or (1,): bool, int32 and float32."""
+        """The row as bool, int32 and float32 tensors, (1, L) or (1,)."""
         import torch  # slow to import, and the proxy does without
 
         tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}
         return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}
 
     def export(self) -> dict[str, Any]:
-        """What `read_exported` reads."""
+        """The dict that `read_exported` reads."""
         return {name: getattr(self, name) for name in EXPORTED} | {
             "tensors": self.to_lists(),
             "parent": self.parent and self.parent.interaction_id,
@@ -140,14 +140,14 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """An interaction whose reward and row are final. Its parent is not set."""
+    """Make an interaction with its final reward and row, but without its parent."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
 
 
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
-# what a row says of a token that was not sampled
+# a row's values for a token that was not sampled
 NOT_SAMPLED = {"loss_mask": 0, "logprobs": 0.0, "versions": -1, "turn_ids": -1}
 NOT_SAMPLED |= {"turn_rewards": 0.0, "temperatures": 1.0}
 # what an export copies
@@ -155,8 +155,8 @@ EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "rewar
 
 
 def extend(digest: int, message: Message) -> int:
-    """The digest of a conversation that goes on with `message`; that of none is 0. It is made of
-    Python's hash of bytes, with 64 bits and a key for each process."""
+    """Add `message` to a conversation's digest; the empty one has 0. Python's hash of bytes has 64
+    bits and a key for each process."""
     return hash((digest, canonical(message)))
 
 
@@ -190,7 +190,7 @@ class InteractionCache(dict[str, Interaction]):
         return parent, digest
 
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Store a call's tokens and output: it may now be a parent, get a reward, be exported."""
+        """Store a call's tokens and output. It may now be a parent, get a reward, be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
@@ -206,8 +206,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward a finished call; None is the one that was requested last and is no side
-        conversation. Raises Refusal."""
+        """Reward a finished call; None means the latest one that is no side conversation. Raises
+        Refusal if there is none."""
         if interaction_id is None:
             self.mark_side_conversations()
             found = next((call for call in reversed(self.finished()) if not call.is_side), None)
@@ -251,8 +251,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- export
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """The interactions that become rows: all finished ones, or a copy of each leaf with the
-        turns of its row (`join_turns`). Raises Refusal for another style."""
+        """The interactions that become rows: all finished ones, or with style "concat" the leaves
+        (`join_turns`). Raises Refusal for another style."""
         check_style(style)
         self.mark_side_conversations()
         rows = self.finished() if style == "individual" else join_turns(self.finished())
@@ -265,9 +265,9 @@ def is_left_out(turn: Interaction) -> bool:
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """A copy of each leaf, with `row_turns`: the turns of its row, and whether this row trains
-    them, which of several rows the first does. Its `parent` is the row that trains the parent of
-    the first turn that it trains."""
+    """Copy each leaf and set `row_turns`: the turns of its row, each with whether this row trains
+    it. If several rows share a turn, the first one trains it. The copy's `parent` is the row that
+    trains the parent of its first trained turn."""
     joined = {turn: turn.parent for turn in finished if turn.parent and continues(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
@@ -297,8 +297,8 @@ def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
     """The row of a conversation: lists of L numbers, and single numbers. The table of
     rollout/trajectory.py explains the keys.
 
-    `turns` are pairs (turn, whether this row trains it). Not trained, but still context, is also a
-    turn whose sampling the trainer cannot reproduce, and a side conversation.
+    `turns` are pairs (turn, whether this row trains it). Side conversations, and turns whose
+    sampling the trainer cannot reproduce, are only context.
     """
     leaf = turns[-1][0]
     last = leaf.tokens

@@ -1,34 +1,34 @@
 """The engine gets completions from the inference servers, even if weight updates interrupt them.
 
-The servers generate while the trainer works. When it has new weights, thousands of completions are
-unfinished. Waiting for the longest completion would leave GPUs idle. Discarding the unfinished ones
-would waste work and favour short answers. So they go on (a **partial rollout**): a completion keeps
-its tokens, the new weights compute the next one, and every token carries the version of the weights
-that computed it:
+The servers generate while the trainer works. When the trainer has new weights, thousands of
+completions are unfinished. Waiting for the longest completion would leave GPUs idle. Discarding the
+unfinished ones would waste work and favour short answers. So they go on (a **partial rollout**):
+each keeps its tokens, the new weights compute the next ones, and every token carries the version of
+the weights that computed it:
 
     output_tokens     a     b     c     d     e     f
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3    under the weights that sampled the token
     output_versions   3     3     3     4     4     4      the update came after token c
 
-`agenerate` builds a completion from **segments**, one POST /generate each. How an update interrupts
-the servers is the pause mode:
+`agenerate` builds a completion from **segments**, one POST /generate each. The pause mode says how
+an update interrupts the servers:
 
-- `retract` (default): a server keeps the tokens of a request, drops its KV cache, and after the
-  update computes it anew and goes on. The engine sees one segment, whose answer says which span of
-  tokens has which version.
-- `abort`: the server returns what it has. The engine sends prompt and tokens again, and the request
-  waits at the server until the update is over.
+- `retract` (default): a server keeps a request's tokens but drops its KV cache. After the update it
+  recomputes the cache and goes on. The engine sees one segment, whose answer gives the version of
+  each span of tokens.
+- `abort`: the server returns what it has. The engine sends the prompt and these tokens again, and
+  the request waits at the server until the update is over.
 
 **Versions come from the answer**, because the engine's own version may change while a request runs.
 SGLang 0.5.16 to 0.5.18 reports only the version at the end of a segment, so with such a server the
-pause mode becomes `abort`, where a segment has one version.
+pause mode becomes `abort`, where each segment has one version.
 
-**A hook** may look at every segment: one call before it, one after it. Replay records and repeats a
-run through it (extras/replay.py).
+**Hooks** are called before and after every segment. Replay uses them to record and repeat a run
+(extras/replay.py).
 
-**Not promised**: in mode `abort`, a stop string that begins in one segment and ends in the next is
-not found, and penalties count each segment alone. A request whose server fails is repeated at the
-next one, a few times, and then fails.
+**Limits**: in mode `abort`, a stop string that begins in one segment and ends in the next is not
+found, and penalties count each segment alone. If a server fails, the request moves to the next
+server a few times before it fails.
 """
 
 import asyncio
@@ -58,23 +58,23 @@ logger = logging.getLogger("pocket_areal.engine")
 
 
 class Hooks:
-    """What looks at every segment of every completion. This one does nothing."""
+    """Methods called around every segment. This class does nothing."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have after the segment. May wait, and
-        may refuse by EngineError."""
+        """Return how many output tokens the completion may have after the segment. May wait, or
+        raise EngineError to refuse."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """See the completion so far, or the error. May set stop_reason to "abort", which asks for
-        another segment."""
+        """Called with the completion so far, and with the error if there was one. To ask for
+        another segment, set stop_reason to "abort"."""
 
 
 @dataclass(eq=False)
 class RemoteInfEngine:
-    """The client of all inference servers of a run."""
+    """The client of a run's inference servers."""
 
     addresses: list[str]
     pause_mode: str = "retract"
@@ -90,8 +90,8 @@ class RemoteInfEngine:
         # All that changes during a run:
         self.servers = Servers(self.addresses, self.key, self.transport)
         self.context_length: int | None = None  # most tokens of prompt and completion
-        self.proxies: Any = None  # proxy_addr and admin_key of the proxies, told every version
-        self.executor: Any = None  # what starts rollouts: a dispatcher
+        self.proxies: Any = None  # proxy_addr and admin_key; proxies hear of every version
+        self.executor: Any = None  # the dispatcher, which starts rollouts
         self._version = 0  # newest version that all servers have
         self._paused = False
 
@@ -100,9 +100,9 @@ class RemoteInfEngine:
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Generate one completion, across any number of weight updates.
 
-        Raises EngineError: 400 for a wrong request, 502 or 503 if the last retry failed.
+        Raises EngineError with status 400 for a wrong request, 502 or 503 if the last retry failed.
         """
-        # 1. The completion gets the tokens of all segments.
+        # 1. The completion collects the tokens of all segments.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         response = ModelResponse(
@@ -150,9 +150,9 @@ class RemoteInfEngine:
     async def _generate_segment(
         self, server: str, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """One POST /generate, and its checked answer."""
+        """Send one POST /generate, and check the answer."""
         ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
-        rid = f"{req.rid}-{secrets.token_hex(4)}"  # a server knows each id once
+        rid = f"{req.rid}-{secrets.token_hex(4)}"  # a server takes each id once
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest
         try:
@@ -180,8 +180,8 @@ class RemoteInfEngine:
     # ---- control, in the trainer's thread
 
     def initialize(self, *_: Any, **__: Any) -> None:
-        """Read the servers' limits, and ask each for one token: its version must be a number and
-        its answer have logprobs. Raises EngineError. The arguments that AReaL has are ignored."""
+        """Read the servers' limits, and ask each server for one token. Raises EngineError if an
+        answer lacks logprobs or a numeric version. AReaL's arguments are ignored."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
@@ -191,15 +191,15 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def take_over(self) -> None:
-        """Prepare servers that were running before, which a killed run may have left paused or in
-        an update: let them continue, abort what they generate, and give them a readable version."""
+        """Prepare servers that a killed run may have left paused or in an update: let them
+        continue, abort their requests, and set their version to 0."""
         self.servers.post_all("/continue_generation", {})
         with contextlib.suppress(EngineError):  # no update is open
             self.servers.post_all("/end_weight_update", {})
         weights.label(self.servers.post_all, "0", abort=True)
 
     def pause(self) -> None:
-        """Start no more rollouts, and stop the servers. Then the weights may change."""
+        """Start no more rollouts, and pause the servers, so that the weights may change."""
         if self.executor is not None:
             self.executor.pause()
         self._paused = True

@@ -5,24 +5,24 @@
     u = pi_theta / pi_prox     how far this update has moved from the policy before the step
     w = pi_prox / pi_behav     how far that policy is from the one that sampled the token
 
-Standard PPO has one old policy for both purposes: the clip is around the policy that sampled. With
-stale data that policy is several versions old, so the clip would hold the new policy back there.
-Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around the newest policy, pi_prox, and
-corrects for the one that sampled by the weight w, which has no gradient. Where data is fresh,
-pi_prox is pi_behav, w is 1, and J is the objective of standard PPO.
+Standard PPO uses one old policy for both: it clips around the policy that sampled. With stale data
+that policy is several versions old, so the clip would keep the new policy near an old one.
+Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around the newest policy, pi_prox, and the
+weight w, which has no gradient, corrects for the policy that sampled. Where data is fresh, pi_prox
+is pi_behav, w is 1, and J is the objective of standard PPO.
 
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds the cap counts 0 in J, but still counts in the mean. For A < 0 the term u A
-has no lower bound; dual clip gives it the bound c A.
+A token whose w exceeds the cap adds 0 to the sum, but the mean still counts it. For A < 0 the term
+u A has no lower bound; dual clip gives it the bound c A.
 
-The advantage of a turn is A = (R - mean) / std, over the returns R of its cell: the turns with the
+The advantage of a turn is A = (R - mean) / std, with mean and std over its cell: the turns with the
 same number in all conversations of a group. All tokens of a turn get its advantage.
 
-Not promised: the clip does not bound u, because the gradients of other tokens move a clipped token,
-too. The cap biases the gradient. There is no critic. Variants are functions with the same
-arguments, which a key names (extras/losses.py, extras/advantages.py).
+The clip does not bound u, because other tokens' gradients move a clipped token, too. The cap biases
+the gradient. There is no critic. A key can name another function with the same arguments
+(extras/losses.py, extras/advantages.py).
 
 Shapes: a batch has B rows and T columns, N trained turns and M trained tokens.
 """
@@ -40,7 +40,7 @@ def log_ratio(logp: Tensor, other_logp: Tensor, mask: Tensor | bool = True) -> T
 
 
 def clip(u: Tensor, eps_clip: float, eps_clip_higher: float | None) -> Tensor:
-    """clip(u, 1 - eps_clip, 1 + eps_clip_higher), by default as far up as down."""
+    """clip(u, 1 - eps_clip, 1 + eps_clip_higher), by default symmetric."""
     return u.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher))
 
 
@@ -61,9 +61,9 @@ def ppo_actor_loss_fn(
     """Return the loss -J and its metrics. All tensors are (B, T), or (N,) for N flat tokens.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
-    passes its one old policy twice. What is not in `loss_mask` is ignored, even NaN. `denominator`
-    is the number of trained tokens; a piece gets that of its whole mini-batch, so that the losses
-    of the pieces add up. `sequence_ids`, the row of each token, is for variants.
+    passes its one old policy as both of the last two. Tokens outside `loss_mask` are ignored, even
+    NaN. `denominator` is the number of trained tokens; a piece gets that of its whole mini-batch,
+    so that the pieces' losses add up. Only variants use `sequence_ids`, the row of each token.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)
@@ -92,8 +92,8 @@ def ppo_actor_loss_fn(
 
 
 def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row and the turn id of each trained turn, (N,), and each trained token's turn,
-    (M,), from 0 to N - 1. Tokens are in the order of the batch, row after row."""
+    """Return the row and the turn id of each trained turn, (N,), and the index of each trained
+    token's turn, (M,). Tokens are in the order of the batch, row after row."""
     trained, width = batch["loss_mask"] > 0, batch["loss_mask"].shape[1]  # (B, T)
     key = trained.nonzero()[:, 0] * width + batch["turn_ids"][trained]  # (M,)
     turns, turn_of = torch.unique_consecutive(key, return_inverse=True)
@@ -101,7 +101,7 @@ def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def find_cells(level: str, per_turn: bool, groups: Tensor, turn_ids: Tensor) -> Tensor:
-    """The cell of each of N turns, (N,): a turn is compared with the turns of its cell."""
+    """The index of each turn's cell, (N,). A turn is compared with the turns of its cell."""
     group = groups if level == "group" else torch.zeros_like(groups)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
     return torch.unique(torch.stack([group, turn]), dim=1, return_inverse=True)[1]
@@ -130,8 +130,8 @@ def compute_advantages(
 ) -> Tensor:
     """Return the advantages (B, T) float32, 0 where nothing is trained.
 
-    The batch has loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,). A turn that is not
-    trained has no say in a baseline.
+    The batch has loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,). Untrained turns do
+    not count in mean and std.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
     rewards = batch["turn_rewards"][trained].double()  # (M,) in float64, equal rewards give A = 0

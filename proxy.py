@@ -1,7 +1,7 @@
 r"""The proxy answers agents like OpenAI or Anthropic, and keeps every sampled token for training.
 
 An agent knows one URL, that of its session, and needs to change nothing else. `/v1` may be left
-out, and so may the id in the path if it is the API key. "admin" needs the admin key:
+out, and so may the id if it is the API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
@@ -20,15 +20,15 @@ How a call becomes a prompt, after the model has answered "hello" with "Hi!":
 
 1. calls/messages.py reads three messages and a temperature.
 2. calls/turn.py enters the call in the tree of cache.py, which finds the first turn as its parent.
-   From here on it knows who waits for the reply, and what a retry may get.
+   It also tracks who waits for the reply, and what a retry may get.
 3. calls/prompts.py takes the tokens of the first turn as they were sampled, and renders only
    \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer behind them.
 4. engine.py gets the tokens, calls/tools.py finds calls in them, calls/replies.py writes the reply.
 
 The agent's parameters win over the session's, and these over the proxy's. Where top_p or a penalty
 was used, training cannot reproduce the probabilities, so the loss leaves the turn out. The agent's
-mistakes are 4xx, never 409 or 429, after which SDKs try again; 503 says that no server answers. A
-call during a weight update waits.
+mistakes get a 4xx status, but never 409 or 429, after which SDKs try again. 503 means that no
+server answers. A call during a weight update waits.
 """
 
 import argparse
@@ -82,12 +82,12 @@ class Proxy:
     # ---- start a session
 
     def grant_capacity(self, body: Json) -> Json:
-        """One more may start, because the dispatcher lets an episode start."""
+        """Let one more session start, because the dispatcher starts an episode."""
         self.capacity += 1
         return {"capacity": self.capacity}
 
     def start_session(self, body: Json) -> Json:
-        """A start that fails leaves the grant for the next."""
+        """A start that fails does not use up the grant."""
         if not isinstance(task_id := body.get("task_id"), str | int):
             raise Refusal("task_id: a string is needed")
         sampling = get(body, "sampling", dict, {})
@@ -138,14 +138,14 @@ class Proxy:
         ask = turn.ask
         tools = [] if ask.tool_choice == "none" else ask.tools
         prompt = self.prompts.prompt(turn.interaction)
-        # It may contain the beginning of the answer: a <think>, the first words of a forced call.
+        # The prompt may end with the answer's beginning: a <think>, or that of a forced call.
         begun = THINK if self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THINK) else ""
         if forced := opening(ask.tool_choice, tools, begun, self.parser):
             prompt, begun = prompt + self.prompts.encode(forced), begun + forced
         turn.form.input_len = len(prompt)
         request = self.request(turn.session, ask, prompt)
         response = await self.engine.agenerate(request)
-        # The marks of another form of calls may be special tokens.
+        # Another parser's call marks may be special tokens.
         tokens, special = response.output_tokens, self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
         message = parse(text, tools, turn.form.suffix, self.parser)
@@ -192,7 +192,7 @@ class Proxy:
         return {"interactions": {name: row.export() for name, row in rows.items()}}
 
     def set_version(self, body: Json) -> Json:
-        """Tokens of a newer version than the trainer's are refused from now on."""
+        """Set the trainer's version; tokens of a newer one are refused."""
         self.engine.set_version(get(body, "version", int, 0))
         return {}
 
@@ -236,7 +236,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
         "set_version": partial(proxy.for_admin, proxy.set_version),
         "export_trajectories": partial(proxy.for_admin, proxy.export_trajectories),
     }
-    # "/v1" comes before "/{session_id}", so that it is never taken for one.
+    # "/v1" comes before "/{session_id}", so that it is never taken for an id.
     for start in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
         app.add_route(f"{start}/models", proxy.models)
         app.add_route(f"{start}/health", proxy.health)
@@ -265,7 +265,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal. What cannot start prints one line and returns 2."""
+    """Serve until a signal. If the proxy cannot start, print one line and return 2."""
     args = parse_args(argv)
     try:
         with listen(args.host, args.port, args.admin_key) as listener:

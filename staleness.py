@@ -2,7 +2,8 @@
 
 A rollout starts under one policy version, and a later step trains on it. The **lag** of a token is
 the version of that step minus the version that generated the token. The **age** of a group is the
-lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds it; eta = 0 is synchronous.
+lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
+training is synchronous.
 
 **The gate** (write-up, 1.2). A step consumes B groups. At version v there are (eta + v + 1) B
 places. Every running group and every group accepted since the run began holds one:
@@ -11,23 +12,24 @@ places. Every running group and every group accepted since the run began holds o
                         -> rejected   (gives it back; a failed group is also rejected)
 
 A dropped or withdrawn group gives its place back, too. The gate never locks: at version v the
-trainer has consumed v B groups, so if none runs and it waits for the (v+1) B-th, a place is free.
+trainer has consumed v B groups, so if it waits for the next batch and no group runs, a place is
+free.
 
 **The gate alone bounds nothing.** If steps took the groups that finish first, a slow one would
 grow old: with eta = 1 and B = 2 it reaches age 5 in tests/test_staleness.py. So `rollout.stale`
 names a rule:
 
-- **wait** takes the groups that started first. *Proof:* let a group start at version s, as number p
-  among those not rejected. All p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it,
-  at version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py checks
+- **wait** takes the groups that started first. *Proof:* let a group start at version s, as the p-th
+  of those not rejected. All p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at
+  version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py checks
   it), so its age is at most eta.
 - **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss:
   no step waits for a slow group. By the same proof, with p counted by finish and s the version at
-  the finish, a token sampled at s still trains. A group without such tokens is dropped.
+  the finish, a token sampled at s still trains. A group with none of these is dropped.
 - **drop** takes those that finished first, and drops a group that is too old when its step comes.
 
-**Not promised**: a bound if a version consumes another number than B, or if versions fall. The age
-check would raise StalenessError then, before anything old is trained.
+The bound presumes that every version consumes B groups and that versions never fall. Otherwise the
+age check raises StalenessError before a step trains anything too old.
 """
 
 from dataclasses import dataclass, field, replace
@@ -44,16 +46,16 @@ class StalenessError(AssertionError):
 
 @dataclass
 class RolloutStat:
-    """How many prompt groups are, or have ended, in each state."""
+    """How many prompt groups are in each state."""
 
     enqueued: int = 0
     running: int = 0
-    accepted: int = 0  # those consumed included
+    accepted: int = 0  # also those already consumed
     rejected: int = 0
-    failed: int = 0  # of those rejected
+    failed: int = 0  # those of the rejected that raised
     dropped: int = 0  # accepted, but too old for their step
     withdrawn: int = 0  # accepted, and fetched by wait_for_task
-    failed_members: int = 0  # of groups that went on without them
+    failed_members: int = 0  # in groups that went on without them
 
 
 @dataclass(eq=False)
@@ -67,7 +69,7 @@ class StalenessManager:
     _stat: RolloutStat = field(default_factory=RolloutStat, init=False)
 
     def get_capacity(self) -> int:
-        """How many groups may start now; none if it is 0 or less.
+        """How many groups may start now: none if the result is 0 or less.
 
         capacity = min(max_concurrent - running, (eta + v + 1) B - (accepted + running))
         """
@@ -89,7 +91,7 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Whether a group may be consumed now, by its oldest version; None: it has no tokens.
+        """Whether a group with this oldest version may be consumed now. None means no tokens.
 
         Raises StalenessError for a version that the trainer has not made.
         """
@@ -134,8 +136,8 @@ class StalenessManager:
         self._stat.failed_members += count
 
     def on_version_recovered(self, version: int) -> None:
-        """A run goes on at `version`: its earlier steps have consumed version * B groups. Without
-        them the gate would admit as many too many (AReaL #1388)."""
+        """Count the version * B groups that the run consumed before a restart. Otherwise the gate
+        would admit that many too many (AReaL #1388)."""
         self._stat.accepted = version * self.consumer_batch_size
 
     def _move(self, source: str, target: str) -> None:

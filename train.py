@@ -6,25 +6,25 @@
     python train.py mode=eval model_path=DIR           evaluate an agent, without training
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
-This file wires the other six, in the order in which data flows, and then shows the data: the batch
-and its shapes, the three policies, the update, the push of the weights. From a script it is
+This file wires the other six in the order in which data flows. `train_step` then shows the batch
+and its shapes, the three policies, the update and the push of the weights. A script calls
 `PPOTrainer(config).train(workflow=MyAgent)`.
 
-The servers generate while the trainer trains. With eta = 1 (max_head_offpolicyness, how many
-versions a trained token may be old) and B = 2 prompt groups in a batch:
+The servers generate while the trainer trains. With eta = 1 (max_head_offpolicyness: a trained token
+is at most one version old) and B = 2 prompt groups in a batch:
 
     trainer   wait | step 1: groups 1 2 | push v1 | step 2: groups 3 4 | push v2 | step 3: 5 6 ...
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
     age            | 0                            | 1                            | 1
 
 Step 2 trains version 1 on groups that started at version 0, so their age is 1. With eta = 0 the
-gate would admit groups 3 and 4 only after the push of version 1: synchronous training. Versions
-count from 0 and steps from 1, so step s consumes a batch at version s - 1 and makes version s. A
-push interrupts running generations; they go on under the new weights, and every token keeps the
-version of the weights that computed it.
+gate would admit groups 3 and 4 only after the push of version 1, so training would be synchronous.
+Versions count from 0 and steps from 1, so step s consumes a batch at version s - 1 and makes
+version s. A push interrupts running generations; they go on under the new weights, and every token
+keeps the version of the weights that computed it.
 
 Under torchrun all ranks run this loop on the same batch and share the work (training/actor.py).
-Only rank 0 has the rollout side. What observes a run is a callback (extras/).
+Only rank 0 has the rollout side. Callbacks observe a run (extras/).
 """
 
 import sys
@@ -60,14 +60,14 @@ from training.actor import FSDPEngine, FSDPPPOActor
 from training.ranks import share
 from workflow import RolloutWorkflow
 
-# What an episode gives: tensors; or the turns that cache.py has kept of an agent, by completion id;
-# or None, which rejects the prompt.
+# What an episode returns: tensors; an agent's calls by completion id (cache.py); or None, which
+# rejects the prompt.
 Episode = dict[str, Tensor] | dict[str, InteractionWithTokenLogpReward] | None
 Workflow = RolloutWorkflow | type | str  # or an agent: any object with an async method `run`
 
 
 def start_rollout(run: Run) -> None:
-    """Wire everything that generates. Only rank 0 has it."""
+    """Wire everything that generates. Only rank 0 calls this."""
     config, rollout = run.config, run.config.rollout
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
@@ -191,7 +191,7 @@ class PPOTrainer:
         #    weighs each token by pi_prox / pi_behav.
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
-        # 3. log pi_ref (B, T), which a KL penalty keeps the policy close to.
+        # 3. log pi_ref (B, T). A KL penalty keeps the policy close to it.
         if ref is not None:
             batch["ref_logp"] = ref.compute_logp(batch)
         metrics["logp_mismatch"] = logp_mismatch(batch, version)
@@ -214,7 +214,7 @@ class PPOTrainer:
         if is_last or is_due(step, config.saver.interval):
             actor.save(run.run_dir / "checkpoints" / f"step{step:05d}")
 
-        # 8. The step's line of metrics.jsonl, and the checkpoint from which a killed run goes on.
+        # 8. Write the step's metrics, and the checkpoint from which a killed run goes on.
         metrics |= clock.seconds | {"step_s": time.monotonic() - clock.begin}
         if run.rank == 0:
             self.log.write(batch, metrics)
@@ -241,7 +241,7 @@ def is_due(step: int, interval: int) -> bool:
 
 
 class Clock:
-    """How long the phases of a step took, in seconds."""
+    """Measures the phases of a step, in seconds."""
 
     def __init__(self) -> None:
         self.begin = self.last = time.monotonic()

@@ -1,30 +1,30 @@
 """A workflow defines what one episode does, and what it returns.
 
-An **episode** is one run of `arun_episode(engine, data)`: from one sample of the dataset to rows to
-train on. It returns a dict of tensors (rollout/trajectory.py), a dict of interactions, which are an
-agent's calls with their tokens and rewards (cache.py), or None, which rejects the sample. One that
-raises has failed.
+An **episode** is one run of `arun_episode(engine, data)`: it makes rows to train on from one sample
+of the dataset. It returns a dict of tensors (rollout/trajectory.py), a dict of interactions, which
+are an agent's calls (cache.py), or None, which rejects the sample. An episode that raises has
+failed.
 
     RLVRWorkflow            one prompt, one answer, and a function that computes its reward
     MultiTurnWorkflow       one prompt, and new answers until one has a positive reward
     OpenAIProxyWorkflow     an agent: anything with `async def run(self, data, **extra_kwargs)`
     GroupedRolloutWorkflow  several episodes of another workflow for one prompt
 
-**Agents.** Each episode has a session at the proxy, and the agent gets its URL as base_url. It
-returns a number, the reward of its last completion, or {completion id: reward}; None, if it sent
-its rewards over HTTP. If no completion has a reward, the episode is rejected.
+**Agents.** Each episode has a session at the proxy, and the agent gets the session's URL as
+base_url. It returns the reward of its last completion, or {completion id: reward}, or None if it
+sent its rewards over HTTP. If no completion has a reward, the episode is rejected.
 
-**Where agents run.** Inline, all share one event loop and one agent object, so `run` keeps what
-belongs to an episode in local variables, and a blocking call (time.sleep, a synchronous client)
-delays everybody. With mode subproc each episode has a process to itself while it runs, so an agent
-may block, but it must be picklable.
+**Where agents run.** Inline, all episodes share one event loop and one agent object. So `run` must
+keep an episode's state in local variables, and a blocking call (time.sleep, a synchronous client)
+delays every episode. With mode subproc each episode has a process to itself while it runs, so an
+agent may block, but it must be picklable.
 
-**Groups.** The members of a group run at the same time, each with its own copy of the sample. Of
-four members, one raises, one returns None and two make a row each: the group has two rows. If all
+**Groups.** The members of a group run at the same time, each with its own copy of the sample. If
+one of four members raises, one returns None and two make a row each, the group has two rows. If all
 raise, so does the group.
 
-**Seeds.** The sampling seed of a request depends on (seed, task, member, number of the call in its
-session) and on nothing else, unless the agent sends its own.
+**Seeds.** The sampling seed of a request depends only on (seed, task, member, number of the call in
+its session), unless the agent sends its own.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
 class WorkflowContext(NamedTuple):
-    """Where an episode belongs (Rollout Workflow, "Workflow Context")."""
+    """Which episode is running (Rollout Workflow, "Workflow Context")."""
 
     is_eval: bool = False
     task_id: int | None = None
@@ -105,7 +105,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """An episode's result, a row per interaction; `parents` are indices of rows, -1 for none."""
+    """An episode's result, one row per interaction; `parents` are row indices, -1 for none."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -116,7 +116,7 @@ def to_tensors(result: Any) -> Trajectory:
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
     """The row [1, L] of a conversation whose prompts each begin with all earlier tokens. Every turn
-    has the reward."""
+    gets `reward`."""
     calls = [Interaction([], model_response=x, reward=reward, turn=k) for k, x in enumerate(turns)]
     calls[-1].row_turns = [(call, True) for call in calls]
     return calls[-1].to_tensor_dict()
@@ -127,7 +127,7 @@ class RLVRWorkflow(RolloutWorkflow):
     """Sample one completion for the chat data["messages"].
 
     `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`, a function, a coroutine
-    function or "module.function", returns its reward.
+    function or "module.function", returns the completion's reward.
     """
 
     reward_fn: Callable[..., Any] | str
@@ -162,8 +162,8 @@ class RLVRWorkflow(RolloutWorkflow):
 class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward, with `reflection_message` between them.
 
-    After k answers the reward is turn_discount^(k-1) times that of the last one. Sampled tokens are
-    never tokenised again (calls/prompts.py). A full context also ends the conversation.
+    After k answers the reward is turn_discount^(k-1) times that of the last answer. Sampled tokens
+    are never tokenised again (calls/prompts.py). A full context also ends the conversation.
     """
 
     max_turns: int = 3
@@ -196,7 +196,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], None] = lambda count: None  # told how many, if the group goes on
+    on_failures: Callable[[int], None] = lambda count: None  # gets their number
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -215,7 +215,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return concat_padded_tensors(episodes)
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> Any:
-        """A member's result, or its exception: a SystemExit in a task would end the event loop."""
+        """Return a member's result or exception: a SystemExit in a task would end the event
+        loop."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
@@ -227,7 +228,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 class AgentsClient(openai.DefaultAioHttpClient):
-    """The HTTP client of all agents of an event loop, which none of them can close."""
+    """The HTTP client that all agents of an event loop share and none can close."""
 
     def __init__(self) -> None:
         super().__init__(timeout=None, trust_env=False, **many_connections(sdk_http))
@@ -285,13 +286,14 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             elif rewards is not None:
                 await client.set_last_reward(rewards)
         interactions = await client.export_interactions(self.discount, self.export_style)
-        # Side conversations have no reward. They come first: the last row has the episode's.
+        # Side conversations have no reward. They come first, so that the last row has the
+        # episode's.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 
 
 def import_named(thing: Any) -> Any:
-    """What a path names; anything else stays."""
+    """Import what a path names; return anything else unchanged."""
     return import_name(thing) if isinstance(thing, str) else thing
 
 
@@ -302,10 +304,10 @@ def resolve_workflow(
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> RolloutWorkflow:
-    """The workflow that runs what is given: a workflow or agent, its class, or the path of either.
+    """Make a workflow from a workflow or an agent, or the class or path of one.
 
-    `proxy`: arguments of OpenAIProxyWorkflow, for agents. `defaults`: gconfig and tokenizer, for a
-    workflow class that takes them.
+    `proxy` holds the arguments of OpenAIProxyWorkflow, for agents. `defaults` holds gconfig and
+    tokenizer, for a workflow class that takes them.
     """
     resolved, kwargs = import_named(workflow), workflow_kwargs or {}
     if inspect.isclass(resolved) and issubclass(resolved, RolloutWorkflow):

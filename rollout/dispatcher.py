@@ -2,24 +2,24 @@
 
 A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
 run as the staleness gate allows. `DispatchState` makes all decisions, in methods without clock,
-thread or lock: the simulator runs them in virtual time, and the exploration runs through every
-order of events (docs/protocol.md). `BatchTaskDispatcher` carries them out in one event loop, where
-hundreds of episodes wait for tokens at the same time. The state changes in this loop alone, so
-nothing guards it; the trainer's thread hands work in, and waits.
+thread or lock. So the simulator can run them in virtual time, and the exploration can try every
+order of events (docs/protocol.md). `BatchTaskDispatcher` carries the decisions out in one event
+loop, where hundreds of episodes wait for tokens at the same time. Only this loop changes the state,
+so there is no lock; the trainer's thread hands in work and waits.
 
-The write-up has a producer and a consumer thread that poll. Here they are what happens at an event:
-when the gate may have opened, `_produce` starts tasks; when a task ends, `_run` records how.
+The write-up has a producer and a consumer thread that poll. Here, events replace them: when the
+gate may have opened, `_produce` starts tasks; when a task ends, `_run` records how.
 
-Which groups a batch takes is rollout.stale. With `wait` they are the B unconsumed groups that
-started first, so one slow group delays its batch. With `mask` and `drop` they are those that
-finished first, without the tokens, or the groups, that are too old. No trained token is ever more
-than eta versions old: staleness.py has the proof, and `take` checks it.
+rollout.stale chooses the groups of a batch. `wait` takes the B unconsumed groups that started
+first, so one slow group delays its batch. `mask` and `drop` take those that finished first; `mask`
+leaves out tokens that are too old, and `drop` whole groups. No trained token is ever more than eta
+versions old: staleness.py has the proof, and `take` checks it.
 
-A task that returns None is rejected and another one is drawn; one that raises has also failed. The
-run stops after `max_failures` failures in a row, or when as many were rejected and none was ever
-accepted: from then on, every call raises the reason.
+If a task returns None or raises, it is rejected and another one is drawn. The run stops after
+`max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From
+then on, every call raises the reason.
 
-Not promised: what wait_for_task returns belongs to no batch, and its age is not checked.
+What wait_for_task returns belongs to no batch, and its age is not checked.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ from staleness import StalenessManager
 
 @dataclass(eq=False, repr=False)
 class DispatchState:
-    """All decisions, and all that they depend on. A task is anything with a `task_id`."""
+    """All decisions, and the state that they depend on. A task is anything with a `task_id`."""
 
     manager: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version in a result
     stale: str = "wait"  # wait, mask or drop
-    # for mask: a result without the tokens older than a version, None if nothing is left
+    # for mask: removes a result's tokens older than a version; None if nothing is left
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
     max_failures: int = 0  # 0: max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None
@@ -52,16 +52,16 @@ class DispatchState:
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    errors: list[BaseException] = field(default_factory=list)  # those in a row
+    errors: list[BaseException] = field(default_factory=list)  # of the latest tasks
 
     # ---- questions
 
     def may_start(self) -> int:
-        """How many tasks may start now; none if it is 0 or less."""
+        """How many tasks may start now: none if the result is 0 or less."""
         return 0 if self.paused else self.manager.get_capacity()
 
     def in_flight(self) -> set[int]:
-        """The tasks that a later step may consume."""
+        """The ids of tasks that a later step may consume."""
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
@@ -72,7 +72,7 @@ class DispatchState:
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """What a step may train of a finished group; None: nothing."""
+        """What a step may train of a finished group, or None."""
         if self.stale == "mask":
             return self.without_older(data, self.manager.oldest_version())
         fresh = self.stale == "wait" or self.manager.is_fresh(self.head_version(data))
@@ -81,7 +81,7 @@ class DispatchState:
     # ---- events
 
     def enqueue(self, task: Any) -> None:
-        """Add a task, whose id is new."""
+        """Add a task with a new id."""
         self.pending[task.task_id] = task
         self.manager.on_rollout_enqueued()
         self.trace("submit", task.task_id)
@@ -97,9 +97,8 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """A task has ended: accepted with data, else rejected, and with an error also failed.
-
-        Raises RuntimeError if this one is too many.
+        """Record that a task ended: accepted with data, else rejected; with an error also failed.
+        Raises RuntimeError after too many failures or rejections.
         """
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []
@@ -131,8 +130,8 @@ class DispatchState:
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is not finished.
 
-        What is too old is dropped or masked. Raises StalenessError, and consumes nothing, if a
-        group still exceeds the bound.
+        Groups or tokens that are too old are dropped or masked. Raises StalenessError, and consumes
+        nothing, if a group still exceeds the bound.
         """
         while batch := {i: self.trainable(data) for i, data in self.next_groups(count).items()}:
             if not (too_old := [i for i, data in batch.items() if data is None]):
@@ -151,7 +150,7 @@ class DispatchState:
     def take_task(self, task_id: int) -> list[Any]:
         """[result] of a finished task, [None] of a rejected one, [] while it runs.
 
-        A result is given once. Raises KeyError for an unknown id.
+        Each result is returned once. Raises KeyError for an unknown id.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
@@ -165,8 +164,8 @@ class DispatchState:
 class BatchTaskDispatcher:
     """Runs submitted tasks in its loop, and returns results that are not too old.
 
-    `task_factory(task)` makes the coroutine of a task, whose result is a prompt group, or None to
-    reject it. The methods are for the trainer's thread.
+    `task_factory(task)` makes the coroutine of a task, which returns a prompt group, or None to
+    reject it. The trainer's thread calls the methods.
     """
 
     def __init__(
@@ -194,14 +193,14 @@ class BatchTaskDispatcher:
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
         """Wait for one task: its result, or None if it was rejected.
 
-        It is in no batch then, and its place at the gate is free. Raises TimeoutError, and KeyError
-        for an unknown id.
+        The task then belongs to no batch, and its place at the gate is free. Raises TimeoutError,
+        and KeyError for an unknown id.
         """
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, tasks: Iterator[Any], batch_size: int) -> list[Any]:
-        """Return a batch. Tasks are drawn from an endless iterator, so that enough are ready to
-        start, also while the trainer trains on this batch."""
+        """Return a batch. Draws enough tasks from an endless iterator that some can start while the
+        trainer trains on this batch."""
 
         def take() -> list[Any]:
             batch = self.state.take(batch_size)
@@ -213,11 +212,11 @@ class BatchTaskDispatcher:
         return self._wait(take)
 
     def in_flight(self) -> set[int]:
-        """The tasks that a later step may consume."""
+        """The ids of tasks that a later step may consume."""
         return self.change(self.state.in_flight)
 
     def pause(self) -> None:
-        """Start nothing until `resume`. What runs goes on."""
+        """Start nothing until `resume`. Running tasks go on."""
         self.change(setattr, self.state, "paused", True)
 
     def resume(self) -> None:
@@ -228,7 +227,8 @@ class BatchTaskDispatcher:
         self.change(self.state.may_start)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the loop, start what may start then, and return its result."""
+        """Call a function in the loop, start what may start then, and return the function's
+        result."""
         return self._wait(lambda: [function(*args)])[0]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -247,7 +247,8 @@ class BatchTaskDispatcher:
             future.cancel()
 
     def _wait(self, attempt: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Call `attempt` in the loop, and again when a task has ended, until its result is true."""
+        """Call `attempt` in the loop, and again whenever a task ends, until it returns a true
+        value."""
 
         async def until() -> Any:
             async with asyncio.timeout(timeout):
@@ -282,7 +283,7 @@ class BatchTaskDispatcher:
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._end.wait())  # then it cancels the episodes and waits for them
+            runner.run(self._end.wait())  # then the runner cancels the episodes and waits
 
     def _produce(self) -> None:
         for task in self.state.start():

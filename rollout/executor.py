@@ -4,21 +4,21 @@
 (trajectory.py), while groups of later batches run. With B = 4 and eta = 1, eight groups start at
 version 0; the first call returns four of them and leaves four for the second.
 
-A sample that the dataloader yields becomes a task, whose id is its position in the data. When the
-gate admits it (dispatcher.py), its episodes run as a group (workflow.py). Their tensors are
-completed (trajectory.py), shown to should_accept_fn, and written as text to
+A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
+When the gate admits it (dispatcher.py), its episodes run as a group (workflow.py). Their tensors
+are completed (trajectory.py), shown to should_accept_fn, and written as text to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
-A workflow that returns None rejects its sample, and one that raises has also failed; another sample
-is drawn instead. A sample keeps the workflow and the arguments of the call that drew it.
+If a workflow returns None or raises, its sample is rejected and another one is drawn. A sample
+keeps the workflow and the arguments of the call that drew it.
 
-**A restart** draws the data again from their start, and skips the positions that are closed, which
-means consumed or rejected. With the positions 0 to 7 drawn and 0 to 3 trained on, the checkpoint
-holds {"closed": [0, 1, 2, 3]}: 4 to 7 run again, and then comes position 8.
+**A restart** draws the data again from their start, and skips closed positions: those consumed or
+rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint holds
+{"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
 
-**Not promised**: a restart with a second dataloader, or after `submit`, which also takes an id; and
-an end of rollout_batch on an executor whose gate other groups fill.
+A restart does not support a second dataloader or `submit`, which also takes an id. rollout_batch
+does not return if other groups fill the gate.
 """
 
 import asyncio
@@ -57,10 +57,10 @@ class RolloutTask(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class WorkflowExecutor:
-    """The rollout methods of an engine, which it attaches to the engine.
+    """The rollout methods; the executor attaches them to the engine.
 
     They take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is the
-    number of episodes per prompt; without it, gconfig.n_samples.
+    number of episodes per prompt, by default gconfig.n_samples.
     """
 
     engine: Any
@@ -86,7 +86,7 @@ class WorkflowExecutor:
         self.wait_for_task = self.dispatcher.wait_for_task
         self._next_id = 0
         self._closed = set[int]()  # positions that were closed before a restart
-        self._streams: dict[Any, Iterator[Sample]] = {}  # of each dataloader
+        self._streams: dict[Any, Iterator[Sample]] = {}  # samples of each dataloader
         self.engine.executor = self.dispatcher
         for method in ROLLOUT_METHODS:
             setattr(self.engine, method, getattr(self, method))
@@ -138,7 +138,7 @@ class WorkflowExecutor:
         should_accept_fn: Accept = None,
         group_size: int | None = None,
     ) -> Trajectory:
-        """The next training batch, of dataloader.batch_size groups."""
+        """Return the next training batch: dataloader.batch_size groups."""
         size, expected = dataloader.batch_size, self.gate.consumer_batch_size
         if size != expected:
             raise ValueError(f"consumer_batch_size={expected} must equal {size}, the dataloader's")
@@ -148,9 +148,9 @@ class WorkflowExecutor:
         return trajectory.concat_padded_tensors(groups)
 
     def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
-        """Run one episode per sample, and return its result, or None if it is rejected or fails.
-
-        No step trains on them, so they run beside the gate. Agents are sampled by `eval_gconfig`.
+        """Run one episode per sample, and return its result, or None if it is rejected or fails. No
+        step trains on these episodes, so the gate does not count them. Agents sample with
+        `eval_gconfig`.
         """
         sampling = (self.eval_gconfig or self.gconfig).new(n_samples=1).model_dump()
         how = self._resolve(workflow, None, None, 1, sampling)
@@ -215,7 +215,7 @@ class WorkflowExecutor:
             listener(event, task_id, details)
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
-        """Run a task: its group, or None if that is rejected."""
+        """Run a task, and return its group, or None if it is rejected."""
         version, context = self.engine.get_version(), workflows.workflow_context
         context.set(workflows.WorkflowContext(task.is_eval, task.task_id, seed=self.seed))
         try:
@@ -241,7 +241,7 @@ class WorkflowExecutor:
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """The samples, epoch after epoch. Raises ValueError for an epoch without any."""
+    """The samples, epoch after epoch. Raises ValueError if an epoch has none."""
     while True:
         batch = None
         for batch in dataloader:

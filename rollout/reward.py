@@ -1,11 +1,10 @@
 """Rewards are finite numbers, and computing one delays no other episode.
 
-All episodes share one event loop, where a second of computing is a second in which no agent goes
-on. So AsyncRewardWrapper runs a plain function in a process (workers.py), and kills it at the time
-limit, which counts from when the process takes the call. A coroutine function runs in the loop.
+All episodes share one event loop, so no agent goes on while a reward is computed there. Therefore
+AsyncRewardWrapper runs a plain function in a process (workers.py), and kills it at the time limit,
+which counts from when the process takes the call. A coroutine function runs in the loop.
 
-A reward that fails or takes too long fails its episode. It does not become 0, from which the policy
-would learn.
+If a reward fails or takes too long, its episode fails. The policy would learn from a 0.
 """
 
 import functools
@@ -22,7 +21,7 @@ PROCESSES = 4
 
 @functools.cache
 def pools(size: int) -> PerLoop[WorkerPool]:
-    """The pool of `size` processes that each event loop has."""
+    """Each event loop's pool of `size` processes."""
     return PerLoop(lambda: WorkerPool(size))
 
 
@@ -31,7 +30,7 @@ class AsyncRewardWrapper:
     completion_ids, **data)`.
 
     A coroutine function's exception is raised as it is, a plain function's as RuntimeError, and a
-    time limit as TimeoutError. A plain function must be one that a process can import.
+    time limit as TimeoutError. Another process must be able to import a plain function.
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:

@@ -38,7 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 class Key(NamedTuple):
     dims: int  # 2: [B, L], a value per token; 1: [B], a value per row
     dtype: torch.dtype
-    fill: float = 0  # padding, and what a workflow leaves out
+    fill: float = 0  # for padding and for missing keys
 
 
 INT, FLOAT = torch.int32, torch.float32
@@ -63,13 +63,13 @@ Trajectory = dict[str, Tensor]
 
 
 def version_span(traj: Trajectory, tokens: Tensor) -> tuple[int | None, int | None]:
-    """The oldest and the newest version among some tokens (B, L), None if there are none."""
+    """The oldest and the newest version of the tokens in a mask (B, L); None for an empty mask."""
     versions = traj["versions"][tokens].tolist()
     return min(versions, default=None), max(versions, default=None)
 
 
 def generated(traj: Trajectory) -> Tensor:
-    """A mask (B, L) of the tokens that the policy sampled, also those that are not trained."""
+    """A mask (B, L) of the tokens that the policy sampled, trained or not."""
     return traj["turn_ids"] >= 0
 
 
@@ -79,7 +79,7 @@ def head_version(traj: Trajectory) -> int | None:
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
-    """Leave tokens older than `oldest` out of the loss. None if this leaves nothing to train."""
+    """Leave tokens older than `oldest` out of the loss. Return None if nothing is left to train."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
     nothing_left = old.any() and not mask.any()
@@ -106,9 +106,8 @@ def check_trajectory_format(traj: Any) -> None:
 
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
-    """Add every missing key of the table, and give the others its dtype.
-
-    Without `versions`, generated tokens get `version`, at which the episode started: none is older.
+    """Add every missing key of the table, and give the others the table's dtype. Without
+    `versions`, generated tokens get `version`: the episode started there, so none is older.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
@@ -126,8 +125,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L; where a key has no L in some trajectory, its tensors are
-    only stacked. Raises ValueError for none, or for different keys.
+    Tensors [B, L, ...] are padded along L; a key that lacks L in some trajectory is only stacked.
+    Raises ValueError if there is no trajectory, or if their keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")
@@ -148,8 +147,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """One record a row (AReaL's Rollout Workflow, "Trajectory Dumping"). The completion begins with
-    the first generated token, and contains what stands between the turns."""
+    """One record per row (AReaL's Rollout Workflow, "Trajectory Dumping"). The completion begins
+    with the first generated token, and includes the text between turns."""
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
         ids = row["input_ids"][row["attention_mask"]].tolist()

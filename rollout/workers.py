@@ -6,16 +6,16 @@ runs each call in a process that can be killed:
     async with pool.worker() as call:                       at most so many at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-A process whose block ended well serves the next one, so global variables stay. After an exception,
-a time limit or a cancellation it is killed with its whole process group.
+If the block ends well, its process serves the next one, so global variables stay. After an
+exception, a time limit or a cancellation the process is killed with its whole process group.
 
-A call travels as a pickle, by the function's name: the process imports the function's module, not
-the main script. A result comes back as JSON, because a pickle from an agent could run code in the
+A call is a pickle with the function's name, so the process imports the function's module, not the
+main script. A result comes back as JSON, because a pickle from an agent could run code in the
 trainer. What the code prints, and the traceback of what it raises, go to the run's standard error.
 Processes end with the trainer, and get none of its keys.
 
-**Not promised**: the end of a process that has left the group (setsid), or of a coroutine that
-ignores its cancellation; anything on Windows.
+A process that left the group (setsid) is not killed. A coroutine that ignores its cancellation does
+not end. Windows is not supported.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ async def start() -> Process:
 
 
 async def call(process: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result of `function(*args, **kwargs)`. Raises RuntimeError with the type and the text of
-    its exception, or if its process has ended."""
+    """The result of `function(*args, **kwargs)`. Raises RuntimeError with the type and text of the
+    function's exception, or if the process has ended."""
     process.stdin.write(pickle.dumps((function, args, kwargs)))
     if not (answer := await process.stdout.readline()):
         code, name = await process.wait(), getattr(function, "__qualname__", function)
@@ -84,7 +84,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """`call` in a process that the `with` block has for itself."""
+        """Yield `call` for a process that only the `with` block uses."""
         async with self._places:
             process = self._idle.pop() if self._idle else await start()
             try:
@@ -132,13 +132,13 @@ def outcome_of(calls: Any) -> bytes:
 
 
 # A process has one loop for all its episodes, because clients that an agent leaves open would
-# complain about a closed one.
+# complain about a closed loop.
 _runner = functools.cache(asyncio.Runner)
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Run an agent's episode. Clients that it makes without arguments find the session in the
-    environment, and pass by an HTTP proxy."""
+    """Run an agent's episode. Clients that the agent makes without arguments find the session in
+    the environment, and bypass an HTTP proxy."""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,

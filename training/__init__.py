@@ -1,4 +1,4 @@
-"""The model that learns: actor.py, and how its rows go through it.
+"""The model that learns. Start with actor.py.
 
 layout.py and tree_attention.py turn rows into forward passes, logprobs.py computes
 log-probabilities without the logits of the whole batch, proximal.py guesses pi_prox, ranks.py

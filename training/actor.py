@@ -5,9 +5,9 @@ optimizer, a version, and a connection to the servers. train.py shows the order 
 
 **A batch is divided twice.** Its rows go into mini-batches, one for each optimizer step, with about
 the same number of tokens each. The rows of a mini-batch go into pieces of at most `mb_tokens`
-tokens, one forward and backward pass each. The loss of a piece is divided by the trained tokens of
-its mini-batch, over all ranks, so the gradients of the pieces add up to that of the mini-batch, and
-their size costs only time and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and
+tokens, one forward and backward pass each. The loss of a piece is divided by the number of trained
+tokens in its mini-batch, over all ranks. So the pieces' gradients add up to that of the mini-batch,
+and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and
 mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
@@ -17,8 +17,8 @@ that a single rank would compute.
 **Temperature.** The log-probability of a token is taken at the temperature that it was sampled at,
 so that the three policies are comparable.
 
-Not here: tensor, pipeline and context parallelism, LoRA, critics. With another layout or number of
-ranks, results are equal up to rounding, not bit for bit.
+There is no tensor, pipeline or context parallelism, no LoRA and no critic. With another layout or
+number of ranks, results are equal up to rounding, not bit for bit.
 """
 
 import math
@@ -58,8 +58,8 @@ LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """The learning rate of training step `step`, counted from 0, as a share of the peak: a linear
-    warm-up, then constant, or down to a tenth at max_steps."""
+    """The share of the peak learning rate at training step `step`, counted from 0. After a linear
+    warm-up it stays 1, or falls to a tenth at max_steps."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -82,7 +82,7 @@ class FSDPEngine:
         return dist.get_rank()
 
     def create_process_group(self, *_: Any, **__: Any) -> None:
-        """Join the ranks of torchrun, or be the only one. The arguments of AReaL's are ignored."""
+        """Join the ranks of torchrun, or be the only rank. AReaL's arguments are ignored."""
         join_ranks()
 
     def initialize(self, *_: Any, **__: Any) -> None:
@@ -110,7 +110,7 @@ class FSDPEngine:
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """log p(token | tokens before it), (B, T) float32, of the trained tokens; 0 elsewhere. All
+        """log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere. All
         ranks call this with the same batch, and get the same result."""
         pieces = self.passes(batch, range(len(batch["input_ids"])))
         with torch.no_grad():
@@ -119,7 +119,7 @@ class FSDPEngine:
         return self.gather(batch, pieces, "logp")
 
     def gather(self, batch: Batch, pieces: list[Piece], key: str) -> Tensor:
-        """What the pieces of all ranks say of their tokens, as one tensor (B, T)."""
+        """Collect the values `key` of all ranks' pieces in one tensor (B, T)."""
         whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (B, T)
         for tokens in (piece.tokens for piece in pieces):
             whole[tokens["row"], tokens["column"]] = tokens[key]
@@ -139,8 +139,8 @@ class FSDPEngine:
         return self.model.read_hidden(read, **piece.inputs)
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """This rank's pieces of `rows`. With FSDP all ranks make the same number of passes, so a
-        rank may make extra ones, in which no token is trained."""
+        """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes, so
+        a rank may add passes that train no token."""
         part = take(batch | {"row": torch.arange(len(batch["input_ids"]))}, rows)
         shares = split_minibatches(row_lengths(part), dist.get_world_size())
         cuts = [list(self.cut(take(part, share), self.config.mb_tokens)) for share in shares]
@@ -151,7 +151,7 @@ class FSDPEngine:
         return [Piece(*map(self.move, piece)) for piece in pieces]
 
     def move(self, things: dict[str, Any]) -> dict[str, Any]:
-        """The same, with the tensors on the model's device."""
+        """Move the tensors to the model's device."""
         tensors = {key: x for key, x in things.items() if isinstance(x, Tensor)}
         return things | {key: x.to(self.device) for key, x in tensors.items()}
 
@@ -195,7 +195,7 @@ class FSDPPPOActor(FSDPEngine):
         self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), **keys)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the engine that makes batches and gets new weights. update_weights gets `meta`."""
+        """Set the engine that makes batches and gets new weights. `meta` is unused here."""
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
@@ -203,8 +203,8 @@ class FSDPPPOActor(FSDPEngine):
         return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
-        """The keys of the batch with log pi_prox and log pi_behav. Standard PPO has one old policy.
-        With loglinear there is no pi_prox yet, and the first key stands for it."""
+        """The keys of the batch with log pi_prox and log pi_behav. In standard PPO both are the one
+        old policy. With loglinear there is no pi_prox yet, and the first key stands for it."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"
@@ -225,9 +225,9 @@ class FSDPPPOActor(FSDPEngine):
         """Make ppo_epochs * ppo_n_minibatches optimizer steps, and return their mean metrics.
 
         Writes batch["theta_logp"] (B, T), log pi_theta in the last pass over each row, and
-        batch["step_fraction"] (B,), the share of the step that was done before it. Raises
-        ValueError if nothing is trained, and FloatingPointError before the optimizer step of a
-        mini-batch whose loss or gradient is not finite.
+        batch["step_fraction"] (B,), the share of the step done before that pass. Raises ValueError
+        if nothing is trained, and FloatingPointError before the optimizer step of a mini-batch
+        whose loss or gradient is not finite.
         """
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []
@@ -255,8 +255,8 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """One optimizer step on a mini-batch with `count` trained tokens on all ranks, after the
-        share `fraction` of the training step. `pieces` are this rank's."""
+        """Make one optimizer step on a mini-batch with `count` trained tokens over all ranks.
+        `pieces` are this rank's; `fraction` of the training step is already done."""
         o, found = self.config.optimizer, []
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, and we want the sum.
         self.optimizer.zero_grad()
@@ -278,7 +278,7 @@ class FSDPPPOActor(FSDPEngine):
                 " logprobs or rewards, or lower actor.optimizer.lr"
             )
 
-        # 3. The optimizer step, before which a hook of the optimizer may change the rate.
+        # 3. The optimizer step. A hook of the optimizer may change the rate before it.
         for group in self.optimizer.param_groups:
             group["lr"] = o.lr * lr_factor(self.steps, o, self.max_steps)
         self.optimizer.step()
@@ -287,8 +287,8 @@ class FSDPPPOActor(FSDPEngine):
     def piece_loss(
         self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a piece, and its metrics, both divided by `count`, the trained tokens of the
-        whole mini-batch, so that the sums over all pieces are its means. Writes
+        """The loss and the metrics of a piece. Both are divided by `count`, the number of trained
+        tokens in the mini-batch, so their sums over all pieces are the mini-batch's means. Writes
         piece.tokens["theta_logp"] (N,)."""
         c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
@@ -321,18 +321,18 @@ class FSDPPPOActor(FSDPEngine):
 
     @property
     def anneal(self) -> float:
-        """What is left of the two terms in this step: with `actor.anneal` it falls to 0."""
+        """The factor of the entropy and KL terms; with `actor.anneal` it falls to 0."""
         return max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1.0
 
     def step_lr_scheduler(self) -> None:
-        """End a training step: the schedules go on by one."""
+        """End a training step: advance the schedules."""
         self.steps += 1
 
     # ---- checkpoints and weights
 
     def state(self) -> dict[str, Any]:
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
-        moments = optimizer["state"]  # without lr and weight decay, which the keys set
+        moments = optimizer["state"]  # without lr and weight decay, which are configured
         return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
 
     def save_state(self, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 It cuts rows into pieces. A piece is the input of one pass, and says for each trained token which
 hidden state predicts it. In every layout a token gets the log-probability that it would get if its
-row went through the model alone; they differ in time and memory.
+row went through the model alone; layouts differ in time and memory only.
 
     padded    rows of similar length are stacked, the shorter ones padded on the right. No token
               attends to the padding after it, so no mask is needed.
@@ -15,8 +15,8 @@ states, packed only the first 5; in both, hidden states 0, 1 and 3 predict b, c 
 
 Packed rows need an attention function of their own. position_ids start again in every row, but
 kernels that ignore them let rows see each other and raise no error, and a dense mask would need t^2
-numbers. In packed rows and trees this function is all that separates rows, so models with sliding
-windows, convolutions or recurrent states are padded.
+numbers. Only this function separates packed rows or trees, so models with sliding windows,
+convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -33,25 +33,26 @@ from run.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
 
-# Heads may share keys. The kernel of torch 2.11 sees that; later ones are told.
+# Heads may share keys. The kernel of torch 2.11 detects it; later ones must be told.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
-# Keys of transformers' configurations that cap, scale or shift logits, or attention.
+# Configuration keys of transformers that cap, scale or shift logits or attention.
 UNUSUAL = re.compile("logit|^(lm_head|output)_multiplier$")
 
 
 class Piece(NamedTuple):
     """The input of one forward pass, and the N trained tokens that it predicts."""
 
-    inputs: dict[str, Any]  # of the model: input_ids (b, t), and what the attention needs
-    # (N,) of each token: what the batch says, where, and the hidden state that predicts it, from 0
-    # to b * t - 1.
+    inputs: dict[str, Any]  # the model's: input_ids (b, t), and what the attention needs
+    # (N,) each: the token's values in the batch, its place there, and the index, from 0 to b * t -
+    # 1, of the hidden state that predicts it.
     tokens: Batch
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """A piece of `rows`, whose tokens have the hidden states `states` (R, t). A token is predicted
-    by the state of the one before it. rows["row"] is their place in the whole batch."""
+    """Make a piece of `rows`. `states` (R, t) are the indices of their tokens' hidden states. A
+    token is predicted by the state of the token before it. rows["row"] are their indices in the
+    batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {key: x[row, before + 1] for key, x in rows.items() if x.dim() == 2}
     tokens |= {"row": rows["row"][row], "column": before + 1}
@@ -70,8 +71,8 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal out all rows to n mini-batches, the longest first. Their tokens differ by at most one
-    row. None is empty, so few rows give few mini-batches."""
+    """Deal all rows out to n mini-batches, the longest first. Their sizes differ by at most one
+    row's tokens. None is empty, so fewer than n rows give fewer mini-batches."""
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]
 
@@ -90,8 +91,8 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
-    """The layout for a model; the kernel for packed rows takes 16-bit numbers. Raises ValueError
-    for a model that would be trained wrongly without any other error."""
+    """Choose the layout for a model; the kernel for packed rows needs bfloat16. Raises ValueError
+    for a model that would otherwise train wrongly without an error."""
     shape, head = model.config.get_text_config(), model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
@@ -128,5 +129,5 @@ def attend_apart(
 
 
 AttentionInterface.register("packed", attend_apart)
-# cuDNN prepares a plan for every new shape, and nearly every batch has one.
+# cuDNN prepares a plan for every new shape, and nearly every batch has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)

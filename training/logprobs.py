@@ -1,7 +1,7 @@
-"""The log-probability and the entropy of tokens, without the logits of the whole batch.
+"""Compute log-probabilities and entropies without the logits of the whole batch.
 
 The logits of N tokens are an (N, V) matrix. With N = 16,384 and V = 151,936 it takes 9.3 GiB, and
-its softmax and its gradient take as much again. But training needs two numbers of each token.
+its softmax and its gradient are as large. But training needs only two numbers per token.
 
 The logits of one token do not depend on other tokens. So the last layer takes one chunk of tokens
 after another, keeps the two numbers and forgets the logits; the backward pass computes them again.
@@ -10,7 +10,7 @@ With hidden state h, last layer W, temperature tau and the sampled token id:
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096 the two passes take 400 MiB instead of 11,740 (`python bench/loss.py`), for four
+With N = 4,096 the two passes take 400 MiB instead of 11,740 (`python bench/loss.py`), but need four
 matrix products instead of three. Models that scale, cap or shift their logits are refused.
 """
 
@@ -83,9 +83,9 @@ def token_logprobs(
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a model the method read_hidden(read, **inputs), before which FSDP gathers its
-    parameters. It runs all but the last layer, and returns read(hidden states (b, t, D), weight of
-    the last layer (V, D))."""
+    """Give a model the method read_hidden(read, **inputs). It runs all layers but the last, and
+    returns read(hidden states (b, t, D), weight of the last layer (V, D)). FSDP gathers the
+    parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

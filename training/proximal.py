@@ -10,9 +10,8 @@ roughly version v + f:
 
 Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token alpha is 0, and
 the guess is pi_behav, which is pi_prox. In the first mini-batch alpha of a stale token is 1, and
-the guess is pi_theta, which still is pi_prox. In between it is approximate, and for large lags
-alpha is near 1, so the clip loses its grip (docs/staleness.md). No gradient flows through the
-guess.
+the guess is pi_theta, which still is pi_prox. Otherwise the guess is approximate. For large lags
+alpha is near 1, so the clip hardly acts (docs/staleness.md). No gradient flows through the guess.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
-Rank 0 runs the rollouts and trains, the others only train. In a collective operation every rank
-waits for all others; if one dies, torchrun ends the rest.
+Rank 0 runs the rollouts and trains; the other ranks only train. In a collective operation every
+rank waits for all others; if one dies, torchrun ends the rest.
 """
 
 import os
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(hours=2)  # of a rank that waits, for example for a batch
+PATIENCE = timedelta(hours=2)  # how long a rank waits, for example for a batch
 
 
 def join_ranks() -> None:
-    """Make torch's default process group, of one rank without torchrun. A second call does
+    """Make torch's default process group; without torchrun it has one rank. A second call does
     nothing."""
     if dist.is_initialized():
         return

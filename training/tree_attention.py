@@ -1,12 +1,12 @@
 """Tree attention: a prefix that several rows share goes through the model once.
 
 Eight answers to one prompt repeat it eight times, and a conversation exported turn by turn repeats
-its beginning in every row. In a causal model the hidden state of a token depends on the tokens
-before it alone, so a prefix needs to be computed only once.
+its beginning in every row. In a causal model the hidden state of a token depends only on the tokens
+up to it, so a prefix needs to be computed only once.
 
-The rows are sorted by their tokens. Each adds what it does not share with the row before it, and
-the list of what was added is the tree, depth first. The rows [a b c d], [a b e] and [a f] have 9
-tokens, their tree 6:
+The rows are sorted by their tokens. Each row adds the tokens that it does not share with the row
+before it, and the list of added tokens is the tree, depth first. The rows [a b c d], [a b e] and
+[a f] have 9 tokens, their tree 6:
 
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
@@ -18,9 +18,9 @@ tokens, their tree 6:
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Each block of 128 queries takes only the keys that one of them attends to. On a GPU FlexAttention
-does so in one kernel, for bfloat16 and more than one block (6.7 times as fast: docs/gpu.md). Loss
-and gradients are those of separate rows to 1e-6 and 1e-5, not bit for bit. Rows of different
+Each block of 128 queries takes only the keys that one of the queries attends to. On a GPU
+FlexAttention does so in one kernel, for bfloat16 and more than one block (6.7 times as fast:
+docs/gpu.md). Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different
 mini-batches never share a tree.
 """
 
@@ -45,9 +45,9 @@ class PackedTree(NamedTuple):
 
     rows: list[int]  # sorted by their tokens
     states: Tensor  # (R, T) int64, the index in the tree of each token of a row
-    # Of the model: input_ids and position_ids, which are the depths, (1, N) int64; subtree_end (N,)
-    # int64. For packed rows also bounds (R + 1,) int32, where each begins and the last one ends,
-    # and the length of the longest.
+    # The model's: input_ids and position_ids, which are the depths, (1, N) int64; subtree_end (N,)
+    # int64. For packed rows also bounds (R + 1,) int32, where each row begins and the last one
+    # ends, and the length of the longest row.
     inputs: dict[str, Any]
 
 
@@ -61,7 +61,7 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
 
     lengths = (ids >= 0).sum(1).tolist()
     parts: list[list[int]] = []
-    room = -1  # what the last tree still takes
+    room = -1  # tokens that the last tree still takes
     for row, prefix in enumerate(shared.tolist()):
         if lengths[row] - prefix > room:
             prefix, room = 0, max_tokens
@@ -74,7 +74,7 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
 
 def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     """Build the tree of `rows`, which are sorted. `ids` (R, T) are their tokens, and `shared` (R,)
-    is how many each has in common with the one before it."""
+    is how many each row shares with the row before it."""
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)
@@ -98,7 +98,7 @@ def cut_trees(batch: Batch, mb_tokens: int, shares: bool) -> Iterator[Piece]:
         yield make_piece(take(batch, tree.rows), tree.states, tree.inputs)
 
 
-@lru_cache(maxsize=1)  # all layers of a pass have one tree
+@lru_cache(maxsize=1)  # all layers of a pass share one tree
 def block_mask(subtree_end: Tensor) -> BlockMask:
     """The blocks of queries and keys (128, 128) in which a query attends to a key."""
 
@@ -128,7 +128,7 @@ def tree_attention(
     copies = query.shape[1] // key.shape[1]
     index, out = torch.arange(len(subtree_end), device=query.device), []
     for q in index.split(BLOCK):  # (b,)
-        keys = index[: q[-1] + 1][subtree_end[: q[-1] + 1] > q[0]]  # (m,) that one attends to
+        keys = index[: q[-1] + 1][subtree_end[: q[-1] + 1] > q[0]]  # (m,) that a query attends to
         visible = (keys <= q[:, None]) & (q[:, None] < subtree_end[keys])  # (b, m)
         k, v = (x[:, :, keys].repeat_interleave(copies, 1) for x in (key, value))
         out.append(F.scaled_dot_product_attention(query[:, :, q], k, v, visible, scale=scaling))
