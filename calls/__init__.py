@@ -1,6 +1,6 @@
-"""One call of an agent, from JSON to tokens and back, in the order in which it passes through.
+"""An agent's call, from JSON to tokens and back.
 
-messages.py reads it, turn.py answers it, prompts.py makes its tokens, tools.py finds calls in what
-the model wrote, and replies.py writes the answer. sessions.py has what belongs to an episode, and
-client.py is the workflow's way to one; extras/direct.py is another, without a process.
+messages.py reads the call, turn.py answers it, prompts.py makes its tokens, tools.py finds tool
+calls in the model's output, and replies.py writes the answer. sessions.py keeps the state of an
+episode. A workflow reaches a session by client.py, or without a process by extras/direct.py.
 """

@@ -8,8 +8,8 @@
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
 An exception in the block makes the proxy forget the session, and the caller gets this exception
-whatever else goes wrong. Nothing is tried again: a lost connection means that the proxy, and with
-it the session, is gone.
+whatever else goes wrong. No request is repeated: if the connection is lost, the proxy and its
+sessions are gone.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
 
 
 class OpenAIProxyClient:
-    """One session. `transport` is the caller's, who closes it; `options` are more fields of the
-    request that starts the session."""
+    """One session. The caller closes `transport`; `options` are more fields of the request that
+    starts the session."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class OpenAIProxyClient:
             self.rewarded_count = ended["rewarded_count"]
 
     async def set_reward(self, interaction_id: str | None, reward: float) -> None:
-        """Reward a call; None is the last one. Raises Refusal."""
+        """Reward a call; None means the last one. Raises Refusal."""
         path = f"/{self.session_id}/rl/set_reward"
         await self._post(path, interaction_id=interaction_id, reward=finite(reward))
 

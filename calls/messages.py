@@ -9,17 +9,16 @@ the conversation tree read:
 
 **Three protocols, one walk.** A conversation is a list of items. An item is a message, whose
 content is a text or a list of blocks, or, in the Responses protocol, a call or a result. Each block
-or item becomes a small message, and those of one reply are joined. Other fields differ only in
-their names. Reasoning that comes back is not read: the tree has it, as it was sampled.
+or item becomes a small message, and the messages of one reply are joined. Other fields differ only
+in their names. Reasoning is not read back, because the tree has it.
 
 **Equal messages.** An agent sends the whole history with every call, and a client may write a reply
 down differently: null for "", parts for a string, other white space in a call's JSON. So the tree
 compares only `canonical`: role, text, calls (id, name, arguments as JSON) and the id of a result.
-What else a message has (name, cache marks, annotations) counts for nothing. A changed
-text begins another conversation.
+Other fields (name, cache marks, annotations) do not count. Changed text begins a new conversation.
 
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
-`item_reference`. What it stands for is taken from the session (`find`).
+`item_reference`. The session has what the id stands for (`find`).
 
 **Parameters** that could change the answer are used or refused, never dropped. Everything else is
 ignored. Images and files become a placeholder, because the policy reads only text.
@@ -50,7 +49,7 @@ UNSUPPORTED = (
     "audio web_search_options conversation prompt container compaction guided_json guided_regex "
     "guided_choice guided_grammar thread"
 )
-# values that change nothing, beside null and empty ones
+# values that change nothing, like null and empty ones
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
 # the protocols' names -> fields of CallParameters
@@ -65,9 +64,9 @@ FORMS = ("response_format", "text.format", "output_config.format", "output_forma
 class AgentRequest:
     """One call of an agent, whatever its protocol."""
 
-    messages: list[Message]  # the whole conversation, with what the client named by id
+    messages: list[Message]  # the whole conversation, references resolved
     model: str = "default"
-    sampling: Json = field(default_factory=dict)  # the fields of CallParameters that it set
+    sampling: Json = field(default_factory=dict)  # fields of CallParameters that the call set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
     template_kwargs: Json = field(default_factory=dict)  # more variables of the chat template
@@ -76,7 +75,7 @@ class AgentRequest:
 
 def parse(body: Json, find: Find = NOTHING, history: str = "messages") -> AgentRequest:
     """Read the body of a call, whose conversation is in the field `history`. Raises Refusal."""
-    write_json(body, "body")  # what follows takes no deeper one
+    write_json(body, "body")  # refuses a body that is nested too deep
     for name in UNSUPPORTED.split():
         if body.get(name) and body[name] not in NEUTRAL:
             raise Refusal(f"{name}: this server does not support it; leave it out")
@@ -105,12 +104,12 @@ def parse(body: Json, find: Find = NOTHING, history: str = "messages") -> AgentR
 
 
 def _first(body: Json, paths: tuple[str, ...], kind: type) -> Any:
-    """The field that the protocols spell differently, or None."""
+    """The first of these fields that is set, or None."""
     return next(filter(None, (get(body, path, kind) for path in paths)), None)
 
 
 def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
-    """The objects of a list, each with its path."""
+    """Each object of a list, with its path."""
     for i, raw in enumerate(get(body, name, list, [])):
         where = f"{name}[{i}]"
         yield as_object(raw, where), where
@@ -120,7 +119,7 @@ def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
 
 
 def canonical(message: Message) -> bytes:
-    """What of a message the conversation tree compares."""
+    """The part of a message that the conversation tree compares."""
     compared = [message.get(key) for key in ("role", "content", "tool_calls", "tool_call_id")]
     return orjson.dumps(compared, option=orjson.OPT_SORT_KEYS)
 
@@ -155,7 +154,7 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """A message, block by block, or an item of the Responses protocol, which has no role."""
+    """The small messages of a message's blocks, or of an item of the Responses protocol."""
     role, content = item.get("role"), item.get("content") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
@@ -183,7 +182,7 @@ def _piece(block: Any, role: str, where: str) -> Message:
 
 
 def _call(raw: Any, where: str) -> Message:
-    """A call whose arguments are decoded, unless they are no JSON, as a model may write them."""
+    """A call with decoded arguments; those that are not JSON stay text."""
     function = as_object(as_object(raw, where).get("function", raw), where)
     call_id, name = raw.get("call_id", raw.get("id")), function.get("name")
     arguments = function.get("arguments", function.get("input"))
@@ -198,7 +197,7 @@ def _call(raw: Any, where: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """A string, a list of parts, or null, as one text."""
+    """One text from a string, a list of parts, or null."""
     text = ""
     for part in content if isinstance(content, list) else [{"text": content or ""}]:
         said = as_object(part, where).get("text", PLACEHOLDER)
@@ -209,7 +208,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _referred(reference: Json, find: Find) -> Json:
-    """The item of an earlier reply. resp_<x> has the items msg_<x> and fc_<x>_<k>."""
+    """The item of an earlier reply: resp_<x> has the items msg_<x> and fc_<x>_<k>."""
     item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = {item["id"]: item for item in found.reply["output"]} if found and found.reply else {}

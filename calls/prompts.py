@@ -1,4 +1,4 @@
-r"""From messages to prompt tokens, and from output tokens to text.
+r"""Turn messages into prompt tokens, and output tokens into text.
 
 A later turn is never tokenised again. Its prompt is
 
@@ -10,16 +10,16 @@ where the tail is what the chat template writes between the parent's answer and 
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-To get it, the template renders a stub, [user "x", assistant SENTINEL], and the new messages; the
-tail is the text behind SENTINEL, without the end mark that the model has sampled already. So a turn
-costs its new messages, and an answer stays as it was sampled, where a template would strip the
-reasoning or a blank from it. A whole conversation is then one sequence to train on.
+To get the tail, the template renders a stub, [user "x", assistant SENTINEL], and the new messages;
+the tail is the text after SENTINEL, without the end mark that the model has sampled already. So a
+turn costs only its new messages, and an answer stays as it was sampled, although a template might
+strip its reasoning or a blank. A whole conversation is then one sequence to train on.
 
-That is right only if the tail depends on nothing but the new messages. `PromptBuilder` tries a
-template with two histories. One that looks back is rendered anew for every turn, and so is a turn
-whose tools differ from the parent's; style concat then begins a new row.
+That is right only if the tail depends on nothing but the new messages. `PromptBuilder` tries the
+template with two histories. If the tails differ, every turn is rendered anew, and so is any turn
+whose tools differ from its parent's; style concat then begins a new row.
 
-Not promised: that the model works well with the long history that its template would shorten.
+The model may work less well with a long history that its template would have shortened.
 """
 
 import contextlib
@@ -63,8 +63,8 @@ class PromptBuilder:
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
-        """The prompt that continues `turn` with the messages `new`: its prompt, its output, and the
-        tail without those end marks that the output has. Raises Refusal."""
+        """The prompt that continues `turn` with the messages `new`: the turn's prompt and output,
+        and the tail without end marks that the output has already. Raises Refusal."""
         said, tail = turn.output_tokens, self._tail(new, variables)
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)
@@ -103,8 +103,8 @@ def read_text(
     opening: str = "",
     special_tokens: bool = False,
 ) -> str:
-    """The text of an answer up to its end mark or the first stop string. It begins with `opening`,
-    which the prompt contains already."""
+    """The text of an answer up to its end mark or the first stop string. The text begins with
+    `opening`, which is in the prompt."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     said = tokenizer.decode(tokens, skip_special_tokens=not special_tokens)

@@ -1,9 +1,9 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply, and `stream` makes events from this body, so what an SDK
-builds from the events equals the body. Nothing is streamed while the model writes. A reply that
-takes long gets the events of `opening`, and then `progress` every few seconds, because clients time
-out on silence and on comments alone:
+builds from the events equals the body. No text is streamed while the model writes. If a reply takes
+long, the client gets `opening`, and then `progress` every few seconds, because clients time out on
+silence and on comments alone:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
@@ -11,9 +11,9 @@ out on silence and on comments alone:
 
 All ids of a reply have one suffix: chatcmpl-<x> has the calls call_<x>_0 and so on, resp_<x> has
 the items msg_<x> (text) and fc_<x>_0. Only chat completions show the model's reasoning; by default
-the vendors' other two do not, either.
+the vendors' other two protocols hide it, too.
 
-Clients are strict: role, index, usage and created_at must be there; a key that is null must not,
+Clients are strict: role, index, usage and created_at must be present; null keys must be absent,
 except `content` beside tool calls; Anthropic's events need an `event:` line. Annotations and counts
 of cached tokens are empty or 0.
 """
@@ -43,15 +43,15 @@ def split(message: Message) -> tuple[list[str], list[Json]]:
 
 
 class Reply:
-    """What reads a request, and writes its reply: `render` makes the body, and `opening`,
-    `progress` and `stream` make the events of a stream."""
+    """Reads a request and writes its reply: `render` makes the body, and `opening`, `progress` and
+    `stream` make the events of a stream."""
 
     id_prefix, history, end = "", "messages", b""
 
     def __init__(self, ask: AgentRequest, suffix: str) -> None:
         self.ask, self.suffix = ask, suffix
         self.id, self.created = self.id_prefix + suffix, int(time.time())
-        self.input_len = 0  # tokens of the prompt, when it is there
+        self.input_len = 0  # tokens of the prompt, once it is made
 
     @classmethod
     def parse(cls, body: Json, find: Find) -> AgentRequest:
@@ -222,7 +222,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def write_event(data: Json, number: int) -> bytes:
-    """A server-sent event, in ASCII: to some clients U+2028 ends a line."""
+    """A server-sent event, in ASCII, because U+2028 ends a line for some clients."""
     kind = data.get("type", "")
     numbered = {"sequence_number": number} if kind.startswith("response.") else {}
     name = f"event: {kind}\n" if kind else ""

@@ -1,4 +1,4 @@
-"""What the proxy knows of one episode.
+"""A session: the proxy's state of one episode.
 
     state      | meaning
     -----------+--------------------------------------------------------
@@ -6,7 +6,7 @@
     ended      | takes no more calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
-A session whose trainer is gone stays: the proxy ends with the trainer.
+No session expires, because the proxy ends with its trainer.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ class ProxyAddress(NamedTuple):
 
 @dataclass(eq=False)
 class Session:
-    """The record of one episode."""
+    """The state of one episode."""
 
     session_id: str
     task_id: str
     sampling: dict[str, Any]  # its defaults for CallParameters
     cache: InteractionCache
-    calls: int = 0  # how many the engine got
+    calls: int = 0  # calls sent to the engine
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False

@@ -4,17 +4,18 @@ By default the text has the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-What stands between the marks is a call if it is JSON, names an offered tool, and has an object as
-arguments. Everything else stays text: a wrong call is answered like any other turn, and the agent
-sees what the model wrote. Nothing is repaired. White space around the reasoning and before a call
-is dropped, and a text without calls is not changed, because the next request repeats it.
+The text between the marks is a call if it is JSON, names an offered tool, and has an object as
+arguments. Everything else stays text, so the agent sees a wrong call as the model wrote it. Nothing
+is repaired. White space around the reasoning and before a call is dropped. A text without calls
+stays unchanged, because the next request repeats it.
 
-**Forced calls.** Where tool_choice demands a call, the prompt ends with its first words
-(`opening`), which are not trained, and the model writes the rest. It may still write broken JSON.
+**Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
+(`opening`), which are not trained, and the model writes the rest. The model may still write broken
+JSON.
 
 **Other forms.** `tool_call_parser` names a "module.function" of (text, tools) that returns the text
-beside the calls, and the calls as {"name", "arguments"}. SGLang's parsers are such functions
-(`extras.parsers.mistral`). With these no call can be forced.
+outside the calls, and the calls as {"name", "arguments"}. SGLang's parsers are such functions
+(`extras.parsers.mistral`). With such a function no call can be forced.
 """
 
 import json
@@ -46,9 +47,9 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
-    """The text beside the calls, and the calls."""
+    """The text outside the calls, and the calls."""
     pieces, calls, begin = [], [], 0
-    # Without its end mark nothing is a call, so the search ends at the last one.
+    # A call needs its end mark, so the search ends at the last one.
     for pair in PAIR.finditer(text, 0, text.rfind("</tool_call>") + len("</tool_call>")):
         if call := read_call(pair[1], tools):
             pieces.append(text[begin : pair.start()].rstrip())
@@ -59,7 +60,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
 
 
 def read_call(body: str, tools: Tools) -> Json | None:
-    """The call {"name", "arguments"} that the JSON `body` is, or None if no offered tool takes
+    """The call {"name", "arguments"} in the JSON text `body`, or None if no offered tool takes
     it."""
     try:
         call = read_json(body)
@@ -71,8 +72,8 @@ def read_call(body: str, tools: Tools) -> Json | None:
 
 
 def parse(text: str, tools: Tools, suffix: str, parser: Parser = split_calls) -> Message:
-    """The message that a whole text is, in the form of calls/messages.py. What calls a tool that is
-    not in `tools` is text. The ids of the calls have this suffix and a number."""
+    """Make a whole text a message in the form of calls/messages.py. A call of a tool that is not in
+    `tools` stays text. The ids of calls have this suffix and a number."""
     (reasoning, rest), calls = split_thinking(text), list[Any]()
     if tools:
         try:
@@ -95,8 +96,8 @@ def parse(text: str, tools: Tools, suffix: str, parser: Parser = split_calls) ->
 
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
     """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or "".
-    With several tools the model writes the name. `begun`: the prompt has begun the reasoning.
-    Raises Refusal."""
+    With several tools the model writes the name. `begun` is the reasoning's opening mark, if the
+    prompt has it. Raises Refusal."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:
@@ -108,5 +109,5 @@ def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_c
 
 
 def find_parser(name: str | None) -> Parser:
-    """The function of this name. Raises what the import raises."""
+    """The parser of this name. Raises what the import raises."""
     return split_calls if name in HERMES else import_name(name)

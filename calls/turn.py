@@ -1,7 +1,7 @@
 """One call of an agent, from its place in the tree to the last byte of the reply.
 
-A call enters the tree, its answer is generated and stored in the tree, and the reply is sent. So an
-agent that has read a reply can continue it, or reward it, at once.
+A call enters the tree, its answer is generated and stored there, and then the reply is sent. So an
+agent that has read a reply can continue or reward it at once.
 
     state      event                                          then
     running    the answer is there                            finished; stays in the tree
@@ -9,17 +9,16 @@ agent that has read a reply can continue it, or reward it, at once.
     running    the last client that waits hangs up            failed; the server stops generating
 
 **Retries.** A client repeats a request when the connection times out or the status is 5xx, with the
-same body. SDKs say so in a header (x-stainless-retry-count); without it equal bodies are separate
-calls. A retry joins the newest call with its body: while that runs, both get the same reply, and
-when it has finished, the reply was lost and is sent again. If that call failed, nobody has read
-anything of it, and the retry is a new call.
+same body. SDKs mark a retry by a header (x-stainless-retry-count); without it equal bodies are
+separate calls. A retry joins the newest call with its body: while that call runs, both get the same
+reply; if it has finished, its reply was lost and is sent again. If that call failed, nobody has
+read any of it, and the retry becomes a new call.
 
 **Streams.** The whole reply is there before its first event is sent (calls/replies.py). While it is
-generated, the client gets an event every PROGRESS_SECONDS, the first after as much time: a call
-that is refused until then, such as one with too long a prompt, gets an HTTP status.
+generated, the client gets an event every PROGRESS_SECONDS. Nothing is sent before the first, so a
+call refused by then, such as one with too long a prompt, gets an HTTP status.
 
-Not promised: if a client makes equal calls on purpose, the retry of one may get the reply of a
-newer one.
+If a client makes equal calls on purpose, the retry of one may get the reply of a newer one.
 """
 
 import asyncio
@@ -73,7 +72,7 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        if task.cancelled() or task.exception():  # which also tells asyncio that it was read
+        if task.cancelled() or task.exception():  # reading it also keeps asyncio from complaining
             self.fail()
 
     def fail(self) -> None:
@@ -85,7 +84,7 @@ class Turn:
 
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
-        """Wait with others. The future is done when this client hangs up."""
+        """Count this connection as waiting. The future is done when its client hangs up."""
         hangup = asyncio.ensure_future(request.receive())  # only a disconnect can come
         self.listeners += 1
         try:
@@ -95,10 +94,10 @@ class Turn:
             hangup.cancel()
             if not self.listeners and not self.task.done():
                 self.fail()
-                await asyncio.wait({self.task})  # until the server was told
+                await asyncio.wait({self.task})  # until the server has been told
 
     async def _wait(self, hangup: asyncio.Future, seconds: float | None = None) -> bool:
-        """Whether the turn or the client is done after `seconds`."""
+        """Wait until the turn is done or the client hangs up; False after `seconds`."""
         both = {self.task, hangup}
         done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
@@ -115,8 +114,8 @@ class Turn:
             return self.result()
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, after an empty one. Before that one it raises what goes wrong;
-        later it sends it."""
+        """Yield an empty event, then the events of a stream. Errors before the empty event are
+        raised; later ones are sent."""
         numbers = itertools.count()
 
         def written(*events: Json) -> bytes:
@@ -139,8 +138,8 @@ class Turn:
 
 
 class EventStream(StreamingResponse):
-    """Sends events. Unlike Starlette's, it lets the generator notice a hang-up by itself, and
-    closes it when the sending ends for any reason."""
+    """Sends events. Unlike Starlette's response, it lets the generator notice a hang-up itself, and
+    closes the generator whenever sending ends."""
 
     media_type = "text/event-stream"
     body_iterator: AsyncGenerator[bytes, None]

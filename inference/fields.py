@@ -1,4 +1,4 @@
-"""Read JSON that a stranger wrote, and say which field is wrong.
+"""Read JSON from strangers, and say which field is wrong.
 
 An agent or a model may send any value, nested to any depth. `get` returns a value of the expected
 type or raises Refusal, to which the proxy answers with status 400:
@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # of the 254 levels that orjson writes, these are left for what stands around a value
+ROOM = 50  # of the 254 levels that orjson writes, these are left for what encloses a value
 
 
 class Refusal(ValueError):
@@ -62,7 +62,7 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
     """The field at a dotted path, or `default` if it is absent or null. `where` is the path of
-    `body` itself. Raises Refusal for a value of another type."""
+    `body` itself. Raises Refusal if the value is not a `kind`."""
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
@@ -71,7 +71,7 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: str) -> Any:
-    """The function or class that a key names, module.name. Raises what the import raises:
-    pkgutil.resolve_name would hide an ImportError inside the module."""
+    """Import module.name. Raises what the import raises; pkgutil.resolve_name would hide an
+    ImportError inside the module."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

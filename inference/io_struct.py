@@ -1,19 +1,19 @@
-"""A request, its answer, and how both look in SGLang's JSON.
+"""A request and its answer, in Python and in SGLang's JSON.
 
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
 A request names every sampling parameter, because a server would take a missing one from the model's
-generation_config.json, which the trainer does not read. Of an answer, training needs three facts
-about every token: its id, its log-probability under the policy that sampled it, and that policy's
+generation_config.json, which the trainer does not read. Training needs three facts about every
+token of an answer: its id, its log-probability under the policy that sampled it, and that policy's
 version:
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
-Here version 3 computed the tokens 17 and 4, and version 4 the token 9. SGLang before 0.5.19 has
-only `weight_version`, that of the end of the answer. The finish reason `abort` without a status
-means that a pause interrupted the request; with a status it is an error.
+Here version 3 computed the tokens 17 and 4, and version 4 the token 9. SGLang before 0.5.19 reports
+only `weight_version`, the version at the end of the answer. The finish reason `abort` without a
+status means that a pause interrupted the request; with a status it is an error.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
 penalty or a grammar the server samples from another distribution, so training leaves such tokens
@@ -32,8 +32,8 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 
 class EngineError(RuntimeError):
-    """A request that failed. The status says what to do: 400, it is wrong, so do not repeat it;
-    502, its answer cannot be read; 503, no answer came, so try again."""
+    """A request that failed. Its status is 400 if the request is wrong and must not be repeated,
+    502 if the answer cannot be read, 503 if no answer came."""
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class EngineError(RuntimeError):
 
 
 class Sampling(BaseModel):
-    """What the engine asks for, and a server understands."""
+    """The sampling parameters that the engine sends and every server understands."""
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -64,7 +64,7 @@ class Sampling(BaseModel):
 
 
 class GenerationHyperparameters(Sampling):
-    """How to sample. These are keys of the configuration."""
+    """The sampling keys of the configuration."""
 
     n_samples: int = Field(1, ge=1)
     """episodes per prompt, the group size"""
@@ -76,12 +76,12 @@ class GenerationHyperparameters(Sampling):
         return self.model_copy(update=changes)
 
     def for_call(self, **more: Any) -> "CallParameters":
-        """The parameters of one call, with what only a call has."""
+        """The parameters of one call; `more` are fields that only a call has."""
         return CallParameters(**self.model_dump() | more)
 
     @property
     def is_greedy(self) -> bool:
-        return self.greedy or self.temperature < 1e-6  # as the servers round it
+        return self.greedy or self.temperature < 1e-6  # as servers do
 
     @property
     def trains_exactly(self) -> bool:
@@ -90,10 +90,10 @@ class GenerationHyperparameters(Sampling):
 
 
 class CallParameters(GenerationHyperparameters):
-    """How to sample one call of an agent."""
+    """The sampling parameters of one call."""
 
     presence_penalty: Penalty = 0.0
-    json_schema: str | None = None  # needs a server with a grammar
+    json_schema: str | None = None  # needs a server with grammars
     seed: int | None = None
 
 
@@ -122,14 +122,14 @@ class ModelRequest:
 class ModelResponse:
     """The record of one completion, from the server's answer to the row of the batch.
 
-    The output lists have one entry a token, the stop token included. `abort` marks a segment that a
-    pause interrupted; a whole completion ends with stop, length or tool_calls.
+    The output lists have one entry per token, including the stop token. `abort` marks a segment
+    that a pause interrupted; a whole completion ends with stop, length or tool_calls.
     """
 
     input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)  # under the policy that sampled
-    output_versions: list[int] = field(default_factory=list)  # of that policy
+    output_versions: list[int] = field(default_factory=list)  # versions of that policy
     stop_reason: str = "stop"
     temperature: float = 1.0  # that of the logprobs; 1 if the sampling was greedy
     trains_exactly: bool = True
@@ -151,7 +151,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """The sampling seed of a call: a hash, so that it does not depend on the order of calls."""
+    """The sampling seed of a call. A hash does not depend on the order of calls."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -181,9 +181,9 @@ def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
-    Raises EngineError: 400 if the server says that the request is wrong, 503 if it says that it
-    failed, 502 for an answer that lacks ids, logprobs or versions, or contradicts itself. A server
-    with only a part of its newest weights has version "7-incomplete", which is no number.
+    Raises EngineError with status 400 if the server says that the request is wrong, 503 if it says
+    that it failed, and 502 if the answer lacks ids, logprobs or versions, or contradicts itself. A
+    server with only a part of its new weights reports "7-incomplete", which is no version.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

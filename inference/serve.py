@@ -1,9 +1,8 @@
 """Serve a web application from a process of its own: the proxy, and the small inference server.
 
-The port is opened before a model is loaded, so that one in use is said at once. A server binds
-127.0.0.1 unless told otherwise, and another address only with a key. It ends with its parent: it
-asks every half second who that is, because a pipe would stay open in the children that an agent
-forks.
+The port is opened before a model is loaded, so that a port in use is reported at once. A server
+binds 127.0.0.1 by default, and another address only with a key. It ends with its parent, whose id
+it checks every half second: a pipe would stay open in the children that an agent forks.
 """
 
 import contextlib
@@ -40,8 +39,8 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 def raise_open_files() -> None:
-    """Allow this process and its children as many open files as the system does: 1,024, the usual
-    limit, are too few for 1,000 requests in flight."""
+    """Raise the limit of open files for this process and its children: the usual 1,024 are too few
+    for 1,000 requests in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
@@ -60,7 +59,7 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve until a signal, or until the parent is gone."""
-    # Clients drop idle connections before this: a request never meets a closing one.
+    # Clients drop idle connections earlier, so no request meets a closing one.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
     )
@@ -98,8 +97,8 @@ def reply(body: Any, status: int = 200) -> Response:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The tokenizer of a model folder, without torch, which takes seconds to import and is not
-    needed for it. Raises ValueError."""
+    """The tokenizer of a model folder. torch, which takes seconds to import, is kept out. Raises
+    ValueError."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer

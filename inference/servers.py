@@ -1,14 +1,14 @@
-"""The inference servers of a run: which one gets a request, and what all of them are told.
+"""The inference servers of a run: choose one for a request, send to all, check versions.
 
 All conversations of a prompt group go to one server, which computes the shared prompt once.
-`rank_servers` orders the servers for a group, the same way in every process; a request whose server
-fails is repeated at the next one.
+`rank_servers` orders the servers for a group in the same way in every process; if a server fails,
+its request goes to the next one.
 
 A server may have been restarted with its first weights, or may have missed an update. So every
-answer is checked: its tokens may not be newer than the trainer's version (`limit`), and not older
-than a token that this process already had when it sent the request, because an update changes all
-servers before it lets any of them continue. After an update that failed half way the servers report
-version "7-incomplete", which no engine accepts.
+answer is checked: its tokens may not be newer than the trainer's version (`limit`), nor older than
+the newest version that this process knew when it sent the request (`newest`), because an update
+changes all servers before any continues. If an update fails half way, the servers report version
+"7-incomplete", which no engine accepts.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Servers:
     ) -> None:
         addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
-        self.newest = 0  # no later request may get an older token
+        self.newest = 0  # no later request may get older tokens
         self.limit = math.inf  # the trainer's version, once this process knows it
         headers = {"authorization": f"Bearer {key}"} if key else {}
 
@@ -60,7 +60,7 @@ class Servers:
     ) -> dict[str, Any]:
         """POST `body`, or GET if it is None, and return the parsed answer.
 
-        Raises EngineError if the answer is an error, or not there after `timeout` seconds.
+        Raises EngineError if the answer is an error or takes longer than `timeout` seconds.
         """
         client, method = await self._client.get(), "GET" if body is None else "POST"
         patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
@@ -74,8 +74,8 @@ class Servers:
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.
 
-        A list has one body a server; None is a GET. Raises EngineError with the words of every
-        server that failed. The calling thread has no event loop.
+        A list has one body per server; None is a GET. Raises EngineError with the message of every
+        server that failed. The calling thread must have no event loop.
         """
         bodies = body if isinstance(body, list) else [body] * len(self.addresses)
         pairs = zip(self.addresses, bodies, strict=True)
@@ -85,7 +85,7 @@ class Servers:
         return answers
 
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
-        """Check the versions of a server's tokens. `sent_after` is what `newest` was when the
+        """Check the versions of a server's tokens. `sent_after` is the value of `newest` when the
         request was sent. Raises EngineError (503)."""
         if wrong := [v for v in versions if not sent_after <= v <= self.limit]:
             why = f"version {wrong[0]} instead of {sent_after} to {self.limit}: was it restarted?"
@@ -94,7 +94,7 @@ class Servers:
 
 
 def run_all(calls: Iterable[Any]) -> list[Any]:
-    """Make all calls at once in a loop of their own, and return results and exceptions in order."""
+    """Make all calls at once in a new loop, and return results and exceptions in order."""
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=True)

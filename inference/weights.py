@@ -1,8 +1,8 @@
 """Send new weights to running servers.
 
-`disk`: the trainer writes a Hugging Face folder and every server reads it. It needs a shared file
-system, and /dev/shm serves one machine at the speed of memory. `distributed`: trainer and servers
-join one NCCL or gloo group, and the trainer broadcasts its tensors; SGLang can since 0.5.20.
+`disk`: the trainer writes a Hugging Face folder and every server reads it. This needs a shared file
+system; on one machine, /dev/shm is as fast as memory. `distributed`: trainer and servers join one
+NCCL or gloo group, and the trainer broadcasts its tensors. SGLang supports this since 0.5.20.
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -11,11 +11,11 @@ join one NCCL or gloo group, and the trainer broadcasts its tensors; SGLang can 
     label "7"                  in mode disk, the load itself sets it
     set_version(7), resume     the gate admits new groups, and the servers go on
 
-If an update fails half way, some servers have version 7 and some 6; the label stays, and the run
-ends. A folder appears under its name only when it is complete. The group of mode distributed lives
-for one update, so a server may come and go between two. With NCCL, making the group, broadcasting
-and leaving block every rank until all do the same, so a thread makes the request to the servers
-meanwhile.
+If an update fails half way, some servers have version 7 and some 6. The label stays, and the run
+ends. A folder appears under its name only when it is complete. In mode distributed each update
+makes its own group, so a server may come and go between updates. With NCCL, making the group,
+broadcasting and leaving block every rank until all do the same, so a thread sends the request to
+the servers meanwhile.
 """
 
 import shutil
@@ -38,10 +38,10 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """How to send, and which version."""
+    """How to send weights, and their version."""
 
     mode: str = "disk"  # or `distributed`
-    path: str = ""  # mode disk: the folder of the folders v{version}
+    path: str = ""  # mode disk: parent of the folders v{version}
     version: int | None = None
     address: str = "127.0.0.1"  # mode distributed: where the servers reach rank 0
 
@@ -57,10 +57,10 @@ class WeightUpdateMeta:
 
 
 def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Iterator[Bucket]:
-    """Yield all weights in buckets of about `bucket_mb` MiB: no rank holds the whole model.
+    """Yield all weights in buckets of about `bucket_mb` MiB, so no rank holds the whole model.
 
-    All ranks ask for all buckets, because they gather each tensor together. A bucket is emptied
-    when the next is asked for. Names and shapes are those of the checkpoint files: transformers
+    All ranks must take all buckets, because they gather each tensor together. Taking the next
+    bucket empties the one before. Names and shapes are those of the checkpoint files: transformers
     fuses the experts of a mixture in memory, and a server skips names that it does not know.
     """
     from torch.distributed.tensor import DTensor
@@ -85,12 +85,12 @@ def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Itera
 
 
 def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
-    """Write a Hugging Face folder, with the files of `source_dir` that hold no weights."""
+    """Write a Hugging Face folder. Files of `source_dir` without weights are copied."""
     from safetensors.torch import save_file
 
     target = Path(target).absolute()
     partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
     partial.mkdir(parents=True)
     for file in Path(source_dir).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
@@ -125,14 +125,14 @@ def send(
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
-    """Set the version that the servers report from now on; `abort` ends what they generate."""
+    """Set the version that the servers report from now on; `abort` ends their requests."""
     post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
 
 
 def update_from_distributed(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
 ) -> None:
-    """Make a group of this process (rank 0) and every GPU of every server, and broadcast."""
+    """Broadcast in a group of this process (rank 0) and every GPU of every server."""
     import torch
 
     sizes = [info["tp_size"] for info in post_all("/server_info")]
@@ -159,8 +159,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Make a request to all servers in a thread while the block runs. Its error wins over the
-    block's, which may only be a consequence."""
+    """Make a request to all servers in a thread while the block runs. The request's error replaces
+    the block's, which may be only a consequence."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:
@@ -181,7 +181,7 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
-    """Join a process group, apart from torch's default one. Rank 0 listens at address and port.
+    """Join a process group other than torch's default one. Rank 0 listens at address and port.
 
     The keys of the store get the three prefixes that torch.distributed gives them in SGLang, so
     both find each other.

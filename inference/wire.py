@@ -1,6 +1,6 @@
 """JSON over HTTP, cheap enough for hundreds of requests at once.
 
-Every request in flight has a connection of its own, and idle ones stay open for a moment. httpx
+Every request in flight has its own connection, and idle connections stay open for a moment. httpx
 sends through aiohttp, whose parser is written in C.
 """
 
@@ -21,9 +21,9 @@ T = TypeVar("T", bound=Any)
 
 
 def read_answer(url: str, response: httpx.Response) -> dict[str, Any]:
-    """The parsed body of a good answer. Raises EngineError with the server's own words."""
+    """The parsed body of a good answer. Raises EngineError with the server's own message."""
     try:
-        body = orjson.loads(response.content or b"{}") or {}  # SGLang answers some with null
+        body = orjson.loads(response.content or b"{}") or {}  # SGLang may answer null
     except ValueError:
         body = None
     if response.status_code == 200 and isinstance(body, dict) and body.get("success", True):
@@ -34,8 +34,8 @@ def read_answer(url: str, response: httpx.Response) -> dict[str, Any]:
 
 
 def many_connections(http: Any = httpx) -> dict[str, Any]:
-    """Options that give every request in flight its own connection. `http` is httpx, or the module
-    that the installed openai SDK uses instead."""
+    """Options that give every request in flight its own connection. `http` is httpx or the module
+    that the openai SDK uses instead."""
     return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)}
 
 
@@ -65,7 +65,7 @@ class PerLoop(Generic[T]):
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # A loop closes its generators when it ends, and so this one closes the object.
+        # A loop closes its generators when it ends, so this generator closes the object.
         thing = self._make()
         try:
             while True:

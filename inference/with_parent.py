@@ -1,8 +1,8 @@
 """`python -m inference.with_parent COMMAND ...` runs a command that ends with us.
 
-SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM, and
-when it has ended, or after three seconds, its whole process group SIGKILL. So start this in a
-session of its own.
+SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM.
+Once it has ended, or after three seconds, its whole process group gets SIGKILL, so start this in
+its own session.
 """
 
 import os

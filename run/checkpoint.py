@@ -1,9 +1,9 @@
-"""Checkpoints, from which a run goes on that was killed.
+"""Checkpoints, from which a killed run goes on.
 
 recover/step00040 holds model, optimizer and the position in the data: which prompts steps 1 to 40
-have consumed. What was generated and not yet consumed is generated again, so no prompt is skipped
-and none is trained on twice. A folder gets this name when it is complete, and then takes the place
-of the one before. The lines of later steps leave metrics.jsonl (run/log.py).
+have consumed. Prompts that were generated but not yet consumed are generated again, so no prompt is
+skipped and none is trained on twice. A folder gets this name when it is complete, and then replaces
+the one before. Lines of later steps are removed from metrics.jsonl (run/log.py).
 """
 
 import json
@@ -17,7 +17,7 @@ from training.ranks import share
 
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
-    """Write the checkpoint of a step, whose line is in metrics.jsonl. All ranks call this."""
+    """Write the checkpoint of a step that is in metrics.jsonl. All ranks call this."""
     folder = run_dir / "recover"
     actor.save_state(folder / "partial")
     if dist.get_rank() == 0:

@@ -1,8 +1,8 @@
-"""The configuration of a run: every key with its default, its range and its meaning.
+"""Every key of the configuration, with its default, its range and its meaning.
 
-A key's type is its range and the text below it its help, so there is one place to look a key up and
-one validator. YAML recipes and `key=value` words merge first, the later one wins; then one
-`TrainConfig.model_validate` checks everything before any process starts.
+A key's type gives its range, and the text below it is its help. YAML recipes and `key=value` words
+are merged first, and the later value wins; then one `TrainConfig.model_validate` checks everything
+before any process starts.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from inference.io_struct import GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """The file of a module, which is not imported: torch takes seconds. Raises ValueError."""
+    """The file of a module. The module is not imported, because torch takes seconds. Raises
+    ValueError."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # its package
@@ -54,7 +55,7 @@ Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Cl
 
 
 class Keys(BaseModel):
-    """A group of keys. Unknown keys and wrong values are errors, also when they are set later."""
+    """A group of keys. Unknown keys and wrong values are errors, also when set later."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -323,7 +324,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turn any exception of the user's modules and files into one line that begins with `what`."""
+    """Turn any exception of the user's modules or files into one line that starts with `what`."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -365,7 +366,7 @@ def nest(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def rename(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of one source without aliases. Raises ConfigError for two values of a key."""
+    """Replace aliases in the settings of one source. Raises ConfigError if a key has two values."""
     for alias, name in ALIASES.items():
         if alias in settings:
             value = settings.pop(alias)

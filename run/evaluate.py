@@ -1,4 +1,4 @@
-"""Evaluation: one episode per validation prompt, and statistics of the rewards.
+"""Evaluation runs one episode per validation prompt, and summarises the rewards.
 
 During training these episodes run beside the staleness gate, under the newest weights. `python
 train.py mode=eval` evaluates a model alone; with evaluator.base_url=URL it evaluates another
@@ -25,8 +25,8 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
-    """The mean reward and its standard error, the share of successes among all episodes, and how
-    many episodes there were and had no reward (None). They are printed, too."""
+    """Return and print the mean reward, its standard error, the share of successes among all
+    episodes, the number of episodes, and how many had no reward (None)."""
     found = [reward for reward in rewards if reward is not None]
     n = len(found)
     metrics: Evaluation = {
@@ -41,7 +41,7 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
 
 
 def conclude(run_dir: Path, found: Evaluation) -> None:
-    """Write eval.json. An evaluation without any reward has failed."""
+    """Write eval.json. Exits with an error if no episode has a reward."""
     (run_dir / "eval.json").write_text(json.dumps(found))
     if found["eval_episodes"] == found["eval_rejected"]:
         sys.exit("error: no episode of the evaluation has a reward")

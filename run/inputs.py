@@ -1,4 +1,4 @@
-"""What a run starts from: a task, its data, a workflow, a tokenizer and a model.
+"""The inputs of a run: a task, its data, a workflow, a tokenizer and a model.
 
 A task is a module that defines `dataset(split)` and `WORKFLOW`, and may define `WORKFLOW_KWARGS`,
 `prepare(row)`, `success(reward)`, `summary(ask, console)` and `make_model(path, seed)`, which makes
@@ -20,7 +20,7 @@ from run.config import ConfigError, TrainConfig, find_source, one_line
 
 
 def base_model_path(config: TrainConfig) -> str:
-    """Where the task's base model is kept. The name changes with the sources that make it. Raises
+    """Where the task's base model is kept. The path depends on the sources that make it. Raises
     ConfigError."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
@@ -49,7 +49,7 @@ def find_model(config: TrainConfig) -> None:
 
 
 def fetch(name: str) -> str:
-    """The folder of a model. A hub name is downloaded, unless it was before."""
+    """The folder of a model. A hub name is downloaded once."""
     if Path(name).is_dir():
         return name
     from huggingface_hub import snapshot_download
@@ -71,7 +71,7 @@ class Inputs:
     evaluated: Any  # the same with the sampling of evaluations
 
     def success(self, rewards: list[float]) -> float:
-        """The share of successes: rewards that the task's `success` accepts, else those above 0."""
+        """The share of rewards that the task's `success` accepts; without it, of those above 0."""
         judge = getattr(self.task, "success", lambda reward: reward > 0)
         return sum(map(judge, rewards)) / len(rewards)
 
@@ -79,7 +79,7 @@ class Inputs:
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:
     """Load everything that episodes need. `workflow` replaces the configured one.
 
-    Raises ConfigError in one line, before anything of the run is trained.
+    Raises ConfigError, in one line.
     """
     from transformers import AutoTokenizer
 
@@ -124,8 +124,8 @@ def load_workflow(
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """The samples of a JSONL file, of a function, or of the task; not empty, as `prepare` reads
-    them. Raises ConfigError."""
+    """The samples of a JSONL file, a function, or the task, after `prepare`. Raises ConfigError if
+    there are none."""
     key = f"{split}_dataset.path"
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError(f"no data: set {key} to FILE.jsonl or module.function")
@@ -144,8 +144,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Batches of prompts, epoch after epoch. The order depends on the seed alone, so a restarted
-    run draws the same prompts again."""
+    """Batches of prompts, epoch after epoch. The order depends only on the seed, so a restarted run
+    draws the same prompts."""
     import torch
     from torch.utils.data import DataLoader
 

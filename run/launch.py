@@ -1,15 +1,15 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
-Each has a process session of its own, so Ctrl-C reaches train.py alone, which then ends them in
-order. A process ends by itself when its parent is gone, even after `kill -9`. It gets its keys in
-its environment, which other users cannot read.
+Each process has its own session, so Ctrl-C reaches only train.py, which then ends the processes in
+order. A process ends by itself when its parent is gone, even after `kill -9`. Its keys are in its
+environment, which other users cannot read.
 
-The trainer's ranks take the first GPUs of the machine, the servers the last. With 8 GPUs, 4 ranks
-and 2 servers of 2 GPUs each, the servers get GPUs 4, 5 and 6, 7. Where there are too few GPUs, the
-servers share those of the ranks.
+The trainer's ranks take the first GPUs of the machine, and the servers the last. With 8 GPUs, 4
+ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are
+too few GPUs, servers share GPUs with the ranks.
 
-A run that loses a server or the proxy ends at once, with the last lines of its log; it goes on from
-its last checkpoint.
+If a server or the proxy dies, the run ends at once and prints the last lines of that process's log.
+The run can go on from its last checkpoint.
 """
 
 import json
@@ -34,8 +34,8 @@ from run.config import ROOT, TrainConfig
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
-# A child of torchrun's rank 0 must not take itself for a rank. SGLang's memory pools refuse the
-# allocator's expandable segments.
+# A child of torchrun's rank 0 must not act as a rank. SGLang's memory pools refuse the allocator's
+# expandable segments.
 DROPPED = re.compile(
     r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
@@ -55,7 +55,7 @@ class Child:
     name: str
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
-    variables: dict[str, str] = field(default_factory=dict)  # beside those of `environment`
+    variables: dict[str, str] = field(default_factory=dict)  # added to those of `environment`
 
     def start(self, log_dir: Path) -> None:
         """Start the process and return at once."""
@@ -97,7 +97,7 @@ class Child:
         threading.Thread(target=wait, daemon=True).start()
 
     def end(self) -> None:
-        """End the process and what it has started: SIGTERM, and then SIGKILL for the session."""
+        """Send SIGTERM to the process, then SIGKILL to its process group."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_SECONDS)
@@ -167,19 +167,19 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 
 
 SGLANG_VARIABLES = {
-    # Log-probabilities in chunks of 256 tokens, whose float32 logits stay below half a GiB.
+    # Log-probabilities in chunks of 256 tokens: their float32 logits stay below half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
     "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "256",
     "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
-    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # a GPU that a rank shares has less memory free
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # a GPU shared with a rank has less free memory
 }
 
 
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy of these servers, which must answer already. `hooks` are the engine's:
-    {class path: its arguments}, or {}."""
+    """The proxy of these servers, which must answer already. `hooks` is {class path: arguments} of
+    the engine's hooks, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]
     for url in servers:

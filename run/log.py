@@ -1,7 +1,7 @@
-"""What a run writes and prints: metrics.jsonl, tokens/ and a line a step.
+"""Write metrics.jsonl and tokens/, and print one line per step.
 
-metrics.jsonl has one line a step (docs/observe.md). tokens/{step}.safetensors holds the batch of a
-step: every token with its version, its log-probabilities under three policies and its advantage.
+metrics.jsonl has one line per step (docs/observe.md). tokens/{step}.safetensors holds the batch of
+a step: every token with its version, its log-probabilities under three policies and its advantage.
 Tables, reports, traces and counts of failures are callbacks (extras/).
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("pocket_areal")  # the parent of all the project's loggers
 
-# Groups, and members of groups, counted since the step before.
+# Counts of groups, and of members of groups, since the step before.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 
 
@@ -50,8 +50,8 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
 
-    Both have the same weights there, so only rounding may differ: about 1e-6 in float32. 0 if there
-    is no such token.
+    Server and trainer have the same weights there, so only rounding may differ: about 1e-6 in
+    float32. Without such tokens the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     apart = (batch["logprobs"] - batch.get("prox_logp", batch["logprobs"]))[fresh]
@@ -59,7 +59,7 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
 
 class Log:
-    """Writes a run's metrics and tokens, and prints a line a step. Only rank 0 has one."""
+    """Writes a run's metrics and tokens, and prints one line per step. Only rank 0 has one."""
 
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
@@ -91,7 +91,7 @@ class Log:
             )
 
     def write_tokens(self, batch: dict[str, Tensor], step: int) -> None:
-        """Write a batch with the texts of its tokens, so that it is read without a tokenizer."""
+        """Write a batch with the texts of its tokens, so that readers need no tokenizer."""
         path = self.run.run_dir / "tokens" / f"{step:05d}.safetensors"
         path.parent.mkdir(exist_ok=True)
         ids = batch["input_ids"].unique().tolist()

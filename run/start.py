@@ -1,9 +1,9 @@
 """Begin a run, hold its parts, and end all of them.
 
 `begin` reads the command line and starts the servers without torch, so they load while train.py
-imports it. `Run` is what callbacks see: configuration, processes, and the parts that train.py puts
-into it. Its `with` block ends everything that was started, also after Ctrl-C, an exception or the
-death of a server; `main` turns the end into an exit code and a last line.
+imports torch. `Run` is what callbacks see: configuration, processes, and the parts that train.py
+adds. Its `with` block ends everything that was started, also after Ctrl-C, an exception or the
+death of a server; `main` then gives an exit code and prints a last line.
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -30,7 +30,7 @@ from run.config import ROOT, ConfigError, TrainConfig, load
 from run.inputs import find_model
 from run.launch import Child, plan_servers, visible_gpus
 
-DEATH_SECONDS = 0.5  # a killed process closes its connections at most this long before it ends
+DEATH_SECONDS = 0.5  # a killed process ends at most this long after it closes its connections
 
 
 def revision() -> str:
@@ -50,13 +50,13 @@ class Run:
     ref: Any = None
     engine: Any = None
     executor: Any = None
-    prints_steps = True  # a line a step, unless a callback shows them
+    prints_steps = True  # unless a callback shows the steps
 
     def __init__(
         self, config: TrainConfig, callbacks: Iterable[Any] = (), force: bool = False
     ) -> None:
         """Claim the run's folder, find its model, and start the servers. `callbacks` are objects
-        beside those of the configuration, and `force` continues a run of other code. Raises
+        added to those of the configuration, and `force` continues a run of other code. Raises
         ConfigError if the run cannot start."""
         self.config, self.rank = config, int(os.environ.get("RANK", 0))
         self.callbacks = [*callbacks]
@@ -67,8 +67,8 @@ class Run:
         if self.rank == 0:
             self.claim(force)
         find_model(config)
-        self.admin_key = secrets.token_urlsafe(16)  # of the proxy
-        self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")  # of the servers
+        self.admin_key = secrets.token_urlsafe(16)  # for the proxy
+        self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")  # for the servers
         self.server_urls = config.rollout.server_addrs
         if not self.server_urls and self.rank == 0:
             self.key = self.key or self.admin_key
@@ -80,8 +80,8 @@ class Run:
         return self.config.run_dir
 
     def claim(self, force: bool) -> None:
-        """Name the run's folder and lock it. Raises ConfigError if another process has it, or if it
-        holds the steps of other code."""
+        """Name the run's folder and lock it. Raises ConfigError if another process has locked it,
+        or if it holds steps of other code."""
         if self.config.trial_name == "auto":
             self.config.trial_name = time.strftime("%Y%m%d-%H%M%S")
         if (self.run_dir / "metrics.jsonl").exists() and self.config.mode == "train":
@@ -94,7 +94,7 @@ class Run:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             lock = self.stack.enter_context((self.run_dir / "lock").open("w"))
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # what agents fork does not hold it
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes that agents fork lack it
         except OSError as error:
             reason = "cannot be written, or belongs to a running process"
             raise ConfigError(f"{self.run_dir} {reason}: {error}") from error
@@ -138,7 +138,7 @@ class Run:
 
         death = None
         if isinstance(error, Exception):
-            time.sleep(DEATH_SECONDS)  # a dead server or proxy is the reason, not its consequence
+            time.sleep(DEATH_SECONDS)  # a dead server or proxy is the reason to report
             death = next((c.death() for c in self.children if c.process.poll()), None)
         with self.stack:
             self.call("on_end", error)
@@ -160,8 +160,8 @@ COMMANDS = {"--dry-run": "extras.plan.main", "--replay": "extras.replay.main"}
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
-    What needs no run ends here: --help, COMMANDS and the evaluation of another endpoint. An error
-    of the configuration ends the process with one line and code 2.
+    Commands without a run end here: --help, COMMANDS and the evaluation of another endpoint. A
+    configuration error ends the process with one line and code 2.
     """
     for option in COMMANDS.keys() & {*argv}:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))

@@ -8,17 +8,17 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
 
 After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v; Qwen3 applies norm
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
-microsecond, whatever its size, so one product computes q, k and v, and another gate and up.
+microsecond, whatever its size. So one product computes q, k and v, and another one gate and up.
 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
-and the next turn of a conversation differ only in how many these are. Rows are padded at their
-ends; what padding writes to the cache, the next tokens overwrite before anybody sees it.
+and the next turn of a conversation differ only in the number of these tokens. Rows are padded at
+their ends; later tokens overwrite what padding wrote to the cache before it is read.
 
 *Bits.* A row's logits do not depend on the other rows. Torch picks a kernel by the shapes of the
 matrices, and two kernels may add in different orders. So weights are stored column by column
 (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in multiples of 8
 tokens up to 128, and the number of keys is chosen (`key_length`). These rules come from
-measurements (docs/results.md); another CPU may need others.
+measurements (docs/results.md); another CPU may need other rules.
 """
 
 import json
@@ -39,9 +39,9 @@ SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, t
     "attention_bias": (False,),
     "use_sliding_window": (False,),
     "rope_type": ("default",),
-    "type": ("default",),  # what rope_type was called before
+    "type": ("default",),  # the old name of rope_type
 }
-LAYER = {  # what `forward` multiplies by in a layer: the weights of the folder that it joins
+LAYER = {  # matrix of a layer in `step`: the weights of the folder that it joins
     "norm_1": ["input_layernorm.weight"],  # (D,)
     "w_qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
     "b_qkv": ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"],
@@ -66,7 +66,7 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 def read_config(folder: str) -> dict[str, Any]:
     """The fields of config.json, of its rope_parameters, and of generation_config.json, which may
-    know more tokens that end a text. Raises ValueError for what this pass cannot compute."""
+    name more tokens that end a text. Raises ValueError if this pass cannot compute the model."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -116,7 +116,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def key_length(longest: int) -> int:
-    """Return to how many keys every row of a step attends; `longest` of them are needed.
+    """Return how many keys every row of a step attends to; at least `longest` are needed.
 
     The attention kernel works in blocks of 512 keys. When the last block had 256 to 448 keys, it
     added in another order (measured on two CPUs), so such lengths are avoided.
@@ -126,7 +126,7 @@ def key_length(longest: int) -> int:
 
 
 class Model:
-    """A language model in float32, and the keys and values of its slots."""
+    """A language model in float32, with the keys and values of its slots."""
 
     chunk = MOST  # the most tokens of a sequence in one step
 
@@ -163,8 +163,8 @@ class Model:
 
     def _fuse(self, files: Mapping[str, Tensor], prefix: str, *names: str) -> Any:
         """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
-        The named weights become views of it, so an update of them changes it, too. None if this
-        family does not have them."""
+        The named weights become views of the result, so an update of the weights changes it, too.
+        Return None if this family lacks them."""
         full = [prefix + name for name in names]
         if full[0] not in files:
             return None
@@ -176,8 +176,8 @@ class Model:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
-        """Feed tokens feeds[r] to slot first_slot + r, which caches cached[r] tokens before them.
-        Returns the logits (rows, vocab) of each row's next token."""
+        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens.
+        Return the logits (rows, vocab) of each row's next token."""
         heads, groups, d = self.heads, self.groups, self.d
         # Pad at the end; a prefill has a multiple of 8 columns. All are (rows, columns).
         lengths = [len(feed) for feed in feeds]
@@ -228,8 +228,8 @@ class Model:
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model. Raises KeyError or RuntimeError, before any weight has
-        changed, if one is missing or has another size."""
+        """Copy new weights into the model. Raises KeyError or RuntimeError if a weight is missing
+        or has another size; then no weight has changed."""
         pairs = [(own, named[name].view_as(own)) for name, own in self.weights.items()]
         for own, new in pairs:
             own.copy_(new)

@@ -1,8 +1,8 @@
-"""What a request asks for, and how its next token is drawn from its row of logits.
+"""The parameters of a request, and how its next token is drawn from its logits.
 
-Every draw takes one random number, a hash of (seed of the request, position of the token). So a
-request that was aborted and sent again with its partial output goes on with the same numbers, and
-no neighbour in the batch changes them.
+Every draw uses one random number, a hash of (seed of the request, position of the token). So a
+request that is aborted and sent again with its partial output goes on with the same numbers, and no
+neighbour in the batch changes them.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k, because
 that is what the trainer can compute. At T = 0 they are those of T = 1.
@@ -22,7 +22,8 @@ from inference.io_struct import Sampling
 
 
 class SamplingParams(Sampling, strict=True):
-    """SGLang's sampling_params. The last three are not implemented: they accept their default."""
+    """SGLang's sampling_params. The last three are not implemented, so they accept only their
+    default."""
 
     ignore_eos: bool = False  # no token ends the output, not even one of stop_token_ids
     sampling_seed: int = Field(default_factory=lambda: random.getrandbits(64))
@@ -45,7 +46,7 @@ class Sequence:
     finish: str = ""  # why it has ended: stop, length or abort
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    cached: int = 0  # its first tokens, whose keys are in its slot
+    cached: int = 0  # how many of its first tokens have keys in its slot
     used: int = 0  # number of the last step that fed it
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Take over a token; the weights of `version` computed it."""
+        """Append a token that the weights of `version` computed."""
         if not self.spans or self.spans[-1]["version"] != version:
             self.spans.append({"version": version, "start": len(self.logprobs)})
         self.tokens.append(token)

@@ -1,8 +1,8 @@
-"""Which sequences does the next step compute, and when may new weights come in?
+"""Decide which sequences the next step computes, and when new weights may come in.
 
 Each request becomes a sequence. It waits in a queue, runs in a *slot* (one row of the cache of keys
 and values) and ends exactly once, with reason stop, length or abort. A step feeds tokens to running
-sequences, and each that has no more to feed gets a new one. The server repeats `step`:
+sequences; each sequence with no more to feed gets a new token. The server repeats `step`:
 
     1. admit waiting sequences, if no running one has a piece of its prompt left to feed
     2. feed the sequences that have (prefill) or, if there are none, all (decode)
@@ -15,8 +15,8 @@ When a sequence ends, the one in the highest slot moves to its place. With 3 slo
     next step           slots C B D      prefill what D does not share with A
 
 Sequences start in order of arrival. Every token carries the version of the weights that computed
-it, and no sequence uses keys of older weights: new ones send what runs back to the queue. Not
-promised: fairness. A long request at the head delays the others.
+it, and no sequence uses keys of older weights: new weights send the running sequences back to the
+queue. A long request at the head delays the others.
 """
 
 import operator
@@ -64,7 +64,7 @@ class Scheduler:
 
     def retract(self) -> None:
         """Send the running sequences to the end of the queue, as SGLang does, and forget all keys.
-        They are computed again when a sequence returns."""
+        The keys are computed again when a sequence returns."""
         self.waiting += self.running
         self.slots = [NOBODY] * len(self.slots)
         self.n = 0
@@ -99,8 +99,8 @@ class Scheduler:
 
     def _admit(self) -> list[int]:
         """Start waiting sequences, and return the slots of those that have a prompt to feed. Each
-        gets the idle slot with which it shares the longest prefix; of equals, the one that was idle
-        longest."""
+        gets the idle slot with which it shares the longest prefix; among equal slots, the one idle
+        for longest."""
         end = min(self.n + PREFILL_ROWS, len(self.slots))
         while self.waiting and self.n < end:
             sequence = self.waiting.popleft()

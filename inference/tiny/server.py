@@ -1,20 +1,20 @@
-"""A small inference server that speaks SGLang's protocol, so that a client can use either.
+"""A small inference server with SGLang's protocol, so that a client can use either server.
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
 Everything happens in one thread: the routes and the steps take turns in the asyncio loop. A route
 reads or changes the scheduler between two steps, so nothing needs a lock, and a small model's steps
-do not fight the routes for Python's global lock. The price: /health and /abort_request wait for the
-step that runs, at most 1,024 tokens of prompts or a token for each sequence. Only the reading of
-new weights has a thread of its own.
+do not fight the routes for Python's global lock. But /health and /abort_request wait for the
+running step: at most 1,024 tokens of prompts, or one token per sequence. Only reading new weights
+has a thread of its own.
 
-A route ignores the fields of a body that it does not know, as SGLang does. But an unknown sampling
-parameter is refused: without it the tokens would have another distribution. So is a request that
-the server could not complete, before it is queued.
+A route ignores the fields of a body that it does not know, as SGLang does. But it refuses an
+unknown sampling parameter, without which the tokens would have another distribution. It also
+refuses a request that the server could not complete.
 
-A request's tokens and logprobs depend on its seed, its prompt and the weights alone. New weights
-are loaded between two steps, and what runs goes on with them. A client that hangs up does not end
-its request: that takes /abort_request. Not here: streams, texts, several prompts in one request,
+A request's tokens and logprobs depend only on its seed, its prompt and the weights. New weights are
+loaded between two steps, and running requests go on with them. A client that hangs up does not end
+its request; /abort_request does. Not supported: streams, texts, several prompts in one request,
 logprobs of prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a
 process group.
 """
@@ -56,7 +56,7 @@ async def refuse(_: Request, error: Any) -> Response:
 
 
 def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
-    """The web application. Everybody may ask for /health, and only who has the key for the rest."""
+    """The web application. /health needs no key; all other paths do."""
     model, stepping = scheduler.model, None
 
     async def check(request: Request) -> None:
@@ -67,7 +67,7 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
     app = FastAPI(openapi_url=None, exception_handlers=handlers, dependencies=[Depends(check)])
 
     def wake() -> None:
-        """Let steps be computed, if none are."""
+        """Start computing steps unless they are being computed."""
         nonlocal stepping
         if stepping is None or stepping.done():
             stepping = asyncio.create_task(compute())
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--exit-with-parent", action="store_true", help="end when the parent process ends")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    random.seed(args.seed)  # gives a seed to each request that has none
+    random.seed(args.seed)  # the source of seeds for requests without one
     listener = listen(args.host, args.port, args.api_key)
     model = Model(args.model_path, args.max_running_requests)
     # Without transformers, which takes a second to import.
