@@ -17,7 +17,7 @@ in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
 For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
 
-**Side conversations** are calls that a client makes for itself, such as one for a title. They take
+**Side conversations** are calls that a client makes for itself, such as one for a title. They get
 none of the session's reward and are not trained, unless the agent rewards them by id. A call is one
 if it has no tools, no parent and no child; a pattern matches its first message; and the session has
 other calls, none of which begins with the same message.
@@ -120,12 +120,12 @@ class InteractionWithTokenLogpReward:
         return reply.get("object") and kinds[reply["object"]].construct(**reply)
 
     def to_lists(self) -> dict[str, Any]:
-        """The row as lists of L numbers, and single numbers."""
+        """The row: a list of L numbers or one number per key."""
         return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
         """The row as bool, int32 and float32 tensors, (1, L) or (1,)."""
-        import torch  # slow to import, and the proxy does without
+        import torch  # slow to import, and the proxy needs none
 
         tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}
         return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}
@@ -155,7 +155,7 @@ EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "rewar
 
 
 def extend(digest: int, message: Message) -> int:
-    """Add `message` to a conversation's digest; the empty one has 0. Python's hash of bytes has 64
+    """Add `message` to a conversation's digest, which begins as 0. Python's hash of bytes has 64
     bits and a key for each process."""
     return hash((digest, canonical(message)))
 
@@ -239,7 +239,7 @@ class InteractionCache(dict[str, Interaction]):
                 below[turn.parent].append(turn.reward)
 
     def mark_side_conversations(self) -> None:
-        """Set `is_side` of the finished calls."""
+        """Set `is_side` of every finished call."""
         finished, parents = self.finished(), {call.parent for call in self.values()}
         for call in finished:
             is_bare = not (call.tools or call.parent or call in parents)
@@ -287,14 +287,14 @@ def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
 
 
 def continues(turn: Interaction) -> bool:
-    """Whether the prompt begins with exactly the tokens of the parent."""
+    """Whether the prompt begins with exactly the parent's tokens."""
     assert turn.parent is not None
     before = turn.parent.tokens.input_tokens + turn.parent.tokens.output_tokens
     return turn.tokens.input_tokens[: len(before)] == before
 
 
 def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
-    """The row of a conversation: lists of L numbers, and single numbers. The table of
+    """The row of a conversation: a list of L numbers or one number per key. The table of
     rollout/trajectory.py explains the keys.
 
     `turns` are pairs (turn, whether this row trains it). Side conversations, and turns whose

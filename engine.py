@@ -134,7 +134,8 @@ class RemoteInfEngine:
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Get the next segment from the group's server, or, when that fails, from the next one."""
+        """Get the next segment from the group's server, or from the next server if that one
+        fails."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -170,7 +171,7 @@ class RemoteInfEngine:
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
-        """How many tokens `req` may generate. Raises EngineError (400) if it fills the context."""
+        """How many tokens `req` may generate. Raises EngineError (400) if there is no room."""
         n, most, limit = len(req.input_ids), req.gconfig.max_new_tokens, self.context_length
         if limit and n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"
@@ -225,7 +226,7 @@ class RemoteInfEngine:
         return self._version
 
     def resume(self) -> None:
-        """Let the servers go on, and new rollouts start."""
+        """Let the servers go on, and start rollouts again."""
         self.servers.post_all("/continue_generation", {})
         self._paused = False
         if self.executor is not None:

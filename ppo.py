@@ -61,9 +61,9 @@ def ppo_actor_loss_fn(
     """Return the loss -J and its metrics. All tensors are (B, T), or (N,) for N flat tokens.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
-    passes its one old policy as both of the last two. Tokens outside `loss_mask` are ignored, even
-    NaN. `denominator` is the number of trained tokens; a piece gets that of its whole mini-batch,
-    so that the pieces' losses add up. Only variants use `sequence_ids`, the row of each token.
+    passes its one old policy for the last two. Tokens outside `loss_mask` are ignored, even NaN.
+    `denominator` is the number of trained tokens; a piece gets that of its whole mini-batch, so
+    that the pieces' losses add up. Only variants use `sequence_ids`, the row of each token.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)
@@ -113,7 +113,7 @@ def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
 
 
 def cell_std(x: Tensor, cell: Tensor) -> Tensor:
-    """Replace each entry of x (N,) by the standard deviation of its cell; 1 if that is 0."""
+    """Replace each entry of x (N,) by the standard deviation of its cell, or by 1 if that is 0."""
     # s^2 = sum (x - mean)^2 / (n - 1)
     squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())  # (cells,)
     variance = (squares / (torch.bincount(cell) - 1).clamp(min=1))[cell]  # (N,)
@@ -134,7 +134,7 @@ def compute_advantages(
     not count in mean and std.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
-    rewards = batch["turn_rewards"][trained].double()  # (M,) in float64, equal rewards give A = 0
+    rewards = batch["turn_rewards"][trained].double()  # (M,); in float64 equal rewards give A = 0
     rows, turn_ids, turn_of = number_turns(batch)
     R = rewards.new_zeros(len(rows)).scatter(0, turn_of, rewards * reward_scaling)  # (N,)
 

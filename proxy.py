@@ -1,7 +1,7 @@
 r"""The proxy answers agents like OpenAI or Anthropic, and keeps every sampled token for training.
 
-An agent knows one URL, that of its session, and needs to change nothing else. `/v1` may be left
-out, and so may the id if it is the API key. Paths marked (admin) need the admin key:
+An agent needs only the URL of its session. `/v1` may be left out, and so may the id if it is the
+API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
@@ -21,12 +21,12 @@ How a call becomes a prompt, after the model has answered "hello" with "Hi!":
 1. calls/messages.py reads three messages and a temperature.
 2. calls/turn.py enters the call in the tree of cache.py, which finds the first turn as its parent.
    It also tracks who waits for the reply, and what a retry may get.
-3. calls/prompts.py takes the tokens of the first turn as they were sampled, and renders only
-   \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer behind them.
+3. calls/prompts.py takes the tokens of the first turn as they were sampled, and renders only what
+   follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
 4. engine.py gets the tokens, calls/tools.py finds calls in them, calls/replies.py writes the reply.
 
-The agent's parameters win over the session's, and these over the proxy's. Where top_p or a penalty
-was used, training cannot reproduce the probabilities, so the loss leaves the turn out. The agent's
+The agent's parameters override the session's, and these the proxy's. If a turn used top_p or a
+penalty, training cannot reproduce its probabilities, so the loss leaves the turn out. The agent's
 mistakes get a 4xx status, but never 409 or 429, after which SDKs try again. 503 means that no
 server answers. A call during a weight update waits.
 """
@@ -117,7 +117,7 @@ class Proxy:
     # ---- answer an agent
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
-        """Answer one call, or a retry of one."""
+        """Answer a call or its retry."""
         session = self.session_of(request)
         raw = await request.body()
         session.check_open()

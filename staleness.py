@@ -15,9 +15,9 @@ A dropped or withdrawn group gives its place back, too. The gate never locks: at
 trainer has consumed v B groups, so if it waits for the next batch and no group runs, a place is
 free.
 
-**The gate alone bounds nothing.** If steps took the groups that finish first, a slow one would
-grow old: with eta = 1 and B = 2 it reaches age 5 in tests/test_staleness.py. So `rollout.stale`
-names a rule:
+**The gate alone bounds nothing.** If steps took the groups that finish first, a slow one would grow
+old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale` names a
+rule:
 
 - **wait** takes the groups that started first. *Proof:* let a group start at version s, as the p-th
   of those not rejected. All p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at
@@ -25,7 +25,7 @@ names a rule:
   it), so its age is at most eta.
 - **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss:
   no step waits for a slow group. By the same proof, with p counted by finish and s the version at
-  the finish, a token sampled at s still trains. A group with none of these is dropped.
+  the finish, a token sampled at s still trains. A group without such tokens is dropped.
 - **drop** takes those that finished first, and drops a group that is too old when its step comes.
 
 The bound presumes that every version consumes B groups and that versions never fall. Otherwise the
@@ -79,7 +79,7 @@ class StalenessManager:
         return min(self.max_concurrent_rollouts - stat.running, free)
 
     def get_pending_limit(self) -> int:
-        """(eta + 1) B: how many prompts wait ready to start."""
+        """(eta + 1) B: how many prompts are kept ready to start."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -116,7 +116,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """An enqueued group starts. The caller has asked get_capacity."""
+        """An enqueued group starts. The caller has checked get_capacity."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:

@@ -17,11 +17,11 @@ is at most one version old) and B = 2 prompt groups in a batch:
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
     age            | 0                            | 1                            | 1
 
-Step 2 trains version 1 on groups that started at version 0, so their age is 1. With eta = 0 the
-gate would admit groups 3 and 4 only after the push of version 1, so training would be synchronous.
-Versions count from 0 and steps from 1, so step s consumes a batch at version s - 1 and makes
-version s. A push interrupts running generations; they go on under the new weights, and every token
-keeps the version of the weights that computed it.
+Step 2 trains version 1 on groups that started at version 0, so the groups have age 1. With eta = 0
+the gate would admit groups 3 and 4 only after the push of version 1, so training would be
+synchronous. Versions count from 0 and steps from 1, so step s consumes a batch at version s - 1 and
+makes version s. A push interrupts running generations; they go on under the new weights, and every
+token keeps the version of the weights that computed it.
 
 Under torchrun all ranks run this loop on the same batch and share the work (training/actor.py).
 Only rank 0 has the rollout side. Callbacks observe a run (extras/).
@@ -173,8 +173,8 @@ class PPOTrainer:
         run, config, actor, ref = self.run, self.config, self.run.actor, self.run.ref
         version, clock = step - 1, Clock()
 
-        # 1. Wait for a batch: the next prompt groups, by the rule of rollout.stale, as B rows of T
-        #    tokens. No trained token is more than eta versions old.
+        # 1. Wait for a batch of B rows of T tokens. The rule of rollout.stale chooses its prompt
+        #    groups. No trained token is more than eta versions old.
         #        input_ids, loss_mask, versions, turn_ids      (B, T) int32
         #        logprobs: log pi_behav of every sampled token (B, T) float32
         #        rewards, group_ids                            (B,)

@@ -96,7 +96,7 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """The older form. It may also return a tuple that begins with the result."""
+        """The older form, which may also return a tuple that begins with the result."""
         raise NotImplementedError(f"{type(self).__name__} lacks arun_episode(self, engine, data)")
 
 
@@ -126,8 +126,8 @@ def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
 class RLVRWorkflow(RolloutWorkflow):
     """Sample one completion for the chat data["messages"].
 
-    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`, a function, a coroutine
-    function or "module.function", returns the completion's reward.
+    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns the completion's
+    reward. It is a function, a coroutine function or "module.function".
     """
 
     reward_fn: Callable[..., Any] | str
@@ -236,7 +236,7 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# What the episodes of one event loop share.
+# Objects that the episodes of one event loop share.
 _rl_transport = PerLoop(make_transport)
 _agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
@@ -286,8 +286,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             elif rewards is not None:
                 await client.set_last_reward(rewards)
         interactions = await client.export_interactions(self.discount, self.export_style)
-        # Side conversations have no reward. They come first, so that the last row has the
-        # episode's.
+        # Side conversations have no reward. They come first, so that the last row has the episode's
+        # reward.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 

@@ -1,4 +1,4 @@
-"""The workflow's side of a session: start it, reward it, export it, over HTTP.
+"""A workflow starts, rewards and exports a session over HTTP.
 
     client = OpenAIProxyClient(transport, proxy_addr, admin_key, task_id)
     await client.grant_capacity()

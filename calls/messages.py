@@ -1,4 +1,4 @@
-"""Read a request in one of three protocols into one form.
+"""Bring requests of three protocols into one form.
 
 `parse` turns a JSON body into an AgentRequest, whose messages have the form that chat templates and
 the conversation tree read:

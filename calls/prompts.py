@@ -88,7 +88,7 @@ class PromptBuilder:
         try:
             return render(messages, **options)
         except Exception as error:  # a template may raise anything
-            with contextlib.suppress(Exception):  # DeepSeek's need arguments as text
+            with contextlib.suppress(Exception):  # DeepSeek's templates need arguments as text
                 return render([*map(with_texts, messages)], **options)
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 

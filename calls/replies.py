@@ -30,14 +30,14 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(status: int, message: str, code: str = "") -> Json:
-    """An error in a form that all SDKs read, as a reply or as an event."""
+    """An error in a form that all SDKs read, both as a reply and as an event."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind} | ({"code": code} if code else {})
     return {"type": "error", "error": error}
 
 
 def split(message: Message) -> tuple[list[str], list[Json]]:
-    """The text and the calls of an answer. A text without calls may be empty."""
+    """The texts and the calls of an answer. An empty text counts only without calls."""
     text, calls = message["content"], message.get("tool_calls", [])
     return [text] if text or not calls else [], calls
 

@@ -17,7 +17,7 @@ from calls.messages import Refusal
 
 
 class ProxyAddress(NamedTuple):
-    """Where the proxies of a run are."""
+    """The addresses and the key of a run's proxies."""
 
     proxy_addr: str | tuple[str, ...]
     admin_key: str

@@ -13,9 +13,9 @@ stays unchanged, because the next request repeats it.
 (`opening`), which are not trained, and the model writes the rest. The model may still write broken
 JSON.
 
-**Other forms.** `tool_call_parser` names a "module.function" of (text, tools) that returns the text
-outside the calls, and the calls as {"name", "arguments"}. SGLang's parsers are such functions
-(`extras.parsers.mistral`). With such a function no call can be forced.
+**Other forms.** `tool_call_parser` names a "module.function". It takes (text, tools), and returns
+the text outside the calls, and the calls as {"name", "arguments"}. SGLang's parsers are such
+functions (`extras.parsers.mistral`). With such a function no call can be forced.
 """
 
 import json
@@ -72,8 +72,8 @@ def read_call(body: str, tools: Tools) -> Json | None:
 
 
 def parse(text: str, tools: Tools, suffix: str, parser: Parser = split_calls) -> Message:
-    """Make a whole text a message in the form of calls/messages.py. A call of a tool that is not in
-    `tools` stays text. The ids of calls have this suffix and a number."""
+    """Turn a whole text into a message in the form of calls/messages.py. A call of a tool that is
+    not in `tools` stays text. The ids of calls have this suffix and a number."""
     (reasoning, rest), calls = split_thinking(text), list[Any]()
     if tools:
         try:

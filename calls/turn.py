@@ -14,9 +14,9 @@ separate calls. A retry joins the newest call with its body: while that call run
 reply; if it has finished, its reply was lost and is sent again. If that call failed, nobody has
 read any of it, and the retry becomes a new call.
 
-**Streams.** The whole reply is there before its first event is sent (calls/replies.py). While it is
-generated, the client gets an event every PROGRESS_SECONDS. Nothing is sent before the first, so a
-call refused by then, such as one with too long a prompt, gets an HTTP status.
+**Streams.** The text is sent only when the whole reply is there (calls/replies.py). Until then, the
+client gets an event every PROGRESS_SECONDS. Nothing is sent before the first, so a call refused by
+then, such as one with too long a prompt, gets an HTTP status.
 
 If a client makes equal calls on purpose, the retry of one may get the reply of a newer one.
 """
@@ -42,7 +42,8 @@ Answer = Callable[["Turn"], Awaitable[tuple[Message, ModelResponse]]]
 
 
 class Turn:
-    """A call that is being answered. Its constructor enters it in the tree and begins."""
+    """A call that is being answered. The constructor enters it in the tree and starts
+    generation."""
 
     def __init__(
         self, session: Session, protocol: Protocol, ask: AgentRequest, answer: Answer
@@ -134,7 +135,7 @@ class Turn:
                 status = getattr(error, "status", None) or 500
                 yield written(error_body(status, str(error)))
                 if not isinstance(error, Refusal | EngineError):
-                    raise  # our mistake also belongs into the log
+                    raise  # our own mistake belongs into the log, too
 
 
 class EventStream(StreamingResponse):

@@ -8,7 +8,7 @@ type or raises Refusal, to which the proxy answers with status 400:
     get({}, "stream", bool, False)                      -> False
 
 Text that some client could not read again (NaN, half a surrogate pair, hundreds of levels of
-nesting) is refused where it is read.
+nesting) is refused as soon as it is read.
 """
 
 import functools
@@ -32,7 +32,7 @@ def read_json(text: str) -> Any:
     """The value of a JSON text. As in JavaScript, 2.0 is 2, and an integer of more than 64 bits is
     a float. Raises ValueError."""
     value = orjson.loads(text)
-    write_json(value, "JSON")  # so it is not too deep for the next function
+    write_json(value, "JSON")  # refuses a value that is nested too deep
     return _whole(value)
 
 

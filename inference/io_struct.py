@@ -17,7 +17,7 @@ status means that a pause interrupted the request; with a status it is an error.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
 penalty or a grammar the server samples from another distribution, so training leaves such tokens
-out (`trains_exactly`). The names are AReaL's (areal/api/io_struct.py).
+out (`trains_exactly`). The names are those of AReaL's areal/api/io_struct.py.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 
 class EngineError(RuntimeError):
-    """A request that failed. Its status is 400 if the request is wrong and must not be repeated,
-    502 if the answer cannot be read, 503 if no answer came."""
+    """A failed request. Its status is 400 if the request is wrong and must not be repeated, 502 if
+    the answer cannot be read, 503 if no answer came."""
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
@@ -120,7 +120,7 @@ class ModelRequest:
 
 @dataclass
 class ModelResponse:
-    """The record of one completion, from the server's answer to the row of the batch.
+    """One completion.
 
     The output lists have one entry per token, including the stop token. `abort` marks a segment
     that a pause interrupted; a whole completion ends with stop, length or tool_calls.
@@ -131,7 +131,7 @@ class ModelResponse:
     output_logprobs: list[float] = field(default_factory=list)  # under the policy that sampled
     output_versions: list[int] = field(default_factory=list)  # versions of that policy
     stop_reason: str = "stop"
-    temperature: float = 1.0  # that of the logprobs; 1 if the sampling was greedy
+    temperature: float = 1.0  # at which the logprobs are taken; 1 if greedy
     trains_exactly: bool = True
 
     @property

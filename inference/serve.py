@@ -24,7 +24,7 @@ from inference.fields import Refusal, as_object
 
 
 def free_port() -> int:
-    """A free port from 20000 to 31999, where no outgoing connection can take it meanwhile."""
+    """A free port from 20000 to 31999, a range that outgoing connections do not use."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
-    """A listening socket. Raises OSError for a port in use, or an open address without a key."""
+    """A listening socket. Raises OSError if the port is in use, or a public address has no key."""
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     return socket.create_server((host, port), backlog=4096)

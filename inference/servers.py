@@ -35,7 +35,7 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 
 
 class Servers:
-    """The servers at `addresses`, with their API key. A test may replace the network."""
+    """The servers at `addresses`, with their API key. Tests may replace the network."""
 
     def __init__(
         self,

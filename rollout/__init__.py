@@ -1,1 +1,1 @@
-"""Which episodes run, and what becomes a batch. Read dispatcher.py first, then executor.py."""
+"""Run episodes, and make batches of them. Read dispatcher.py first, then executor.py."""

@@ -97,7 +97,7 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended: accepted with data, else rejected; with an error also failed.
+        """Record that a task ended: accepted with data, else rejected; with an error, also failed.
         Raises RuntimeError after too many failures or rejections.
         """
         self.trace("finish", task_id)
@@ -199,8 +199,8 @@ class BatchTaskDispatcher:
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, tasks: Iterator[Any], batch_size: int) -> list[Any]:
-        """Return a batch. Draws enough tasks from an endless iterator that some can start while the
-        trainer trains on this batch."""
+        """Return a batch, and draw enough of the endless `tasks` to keep the gate busy while the
+        trainer trains."""
 
         def take() -> list[Any]:
             batch = self.state.take(batch_size)
@@ -268,7 +268,7 @@ class BatchTaskDispatcher:
         self._loop.call_soon_threadsafe(function)
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run: from now on, every call raises `error`. The first reason stays."""
+        """Stop the run: from now on, every call raises `error`. Later errors are ignored."""
         if not self.stopped.done():
             self.stopped.set_exception(error)
 

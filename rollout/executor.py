@@ -17,8 +17,8 @@ keeps the workflow and the arguments of the call that drew it.
 rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint holds
 {"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
 
-A restart does not support a second dataloader or `submit`, which also takes an id. rollout_batch
-does not return if other groups fill the gate.
+After a restart the positions are wrong if the run used two dataloaders or `submit`, which also
+takes an id. rollout_batch does not return if other groups fill the gate.
 """
 
 import asyncio
@@ -160,7 +160,7 @@ class WorkflowExecutor:
             async with places:
                 try:
                     return await self._run_episode(RolloutTask(task_id, sample, *how, True))
-                except BaseException:  # it is in the log
+                except BaseException:  # already logged
                     return None
 
         async def play_all() -> list[Trajectory | None]:
@@ -199,7 +199,7 @@ class WorkflowExecutor:
     # ---- restarts
 
     def state_dict(self) -> dict[str, Any]:
-        """Which positions are closed, for a checkpoint."""
+        """The closed positions, for a checkpoint."""
         closed = {*range(self._next_id)} - self.dispatcher.in_flight()
         return {"closed": sorted(closed | self._closed)}
 

@@ -4,7 +4,7 @@ All episodes share one event loop, so no agent goes on while a reward is compute
 AsyncRewardWrapper runs a plain function in a process (workers.py), and kills it at the time limit,
 which counts from when the process takes the call. A coroutine function runs in the loop.
 
-If a reward fails or takes too long, its episode fails. The policy would learn from a 0.
+If a reward fails or takes too long, its episode fails, because the policy would learn from a 0.
 """
 
 import functools

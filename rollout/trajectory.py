@@ -125,8 +125,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L; a key that lacks L in some trajectory is only stacked.
-    Raises ValueError if there is no trajectory, or if their keys differ.
+    Tensors [B, L, ...] are padded along L. If a key's tensor has no L in some trajectory, the key's
+    tensors are only stacked. Raises ValueError if there is no trajectory, or if their keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")

@@ -1,4 +1,4 @@
-"""Processes for the user's code: agents in mode subproc, and plain reward functions.
+"""Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
 Such code may compute for minutes, hang or crash, and all episodes share one event loop. So a pool
 runs each call in a process that can be killed:
@@ -6,7 +6,7 @@ runs each call in a process that can be killed:
     async with pool.worker() as call:                       at most so many at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-If the block ends well, its process serves the next one, so global variables stay. After an
+If the block ends well, its process serves the next block, so global variables stay. After an
 exception, a time limit or a cancellation the process is killed with its whole process group.
 
 A call is a pickle with the function's name, so the process imports the function's module, not the

@@ -2,7 +2,8 @@
 
 A task is a module that defines `dataset(split)` and `WORKFLOW`, and may define `WORKFLOW_KWARGS`,
 `prepare(row)`, `success(reward)`, `summary(ask, console)` and `make_model(path, seed)`, which makes
-a small base model (tasks/guess.py, tasks/gsm8k.py). Keys replace parts of it.
+a small base model (tasks/guess.py, tasks/gsm8k.py). Keys of the configuration replace parts of the
+task.
 """
 
 import hashlib
@@ -79,7 +80,7 @@ class Inputs:
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:
     """Load everything that episodes need. `workflow` replaces the configured one.
 
-    Raises ConfigError, in one line.
+    Raises ConfigError.
     """
     from transformers import AutoTokenizer
 

@@ -120,7 +120,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def command(module: str, *words: Any) -> list[str]:
-    """The command that starts a server of this project."""
+    """The command that starts `module` with these words."""
     return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
 
 

@@ -72,7 +72,7 @@ class Log:
         self.counts = asdict(run.executor.stats)
 
     def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
-        """Complete a step's metrics and write them, with the batch."""
+        """Complete a step's metrics, and write them and the batch."""
         run, counts = self.run, asdict(self.run.executor.stats)
         metrics["success"] = run.inputs.success(batch["rewards"].tolist())
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}

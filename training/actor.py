@@ -94,7 +94,7 @@ class FSDPEngine:
         model.set_attn_implementation("sdpa" if name == "padded" else name)
         self.cut = cut_rows if name == "padded" else partial(cut_trees, shares=name == "tree")
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
-        # A single rank in float32 needs no FSDP, whose hooks take a sixth of a small model's step.
+        # A single rank in float32 needs no FSDP: its hooks take a sixth of a small model's step.
         if dist.get_world_size() == 1 and self.dtype == torch.float32:
             model.to(self.device)
         else:
@@ -204,7 +204,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def policies(self) -> tuple[str, str]:
         """The keys of the batch with log pi_prox and log pi_behav. In standard PPO both are the one
-        old policy. With loglinear there is no pi_prox yet, and the first key stands for it."""
+        old policy. loglinear has no pi_prox yet, so the first key is a placeholder."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"
@@ -224,7 +224,7 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Make ppo_epochs * ppo_n_minibatches optimizer steps, and return their mean metrics.
 
-        Writes batch["theta_logp"] (B, T), log pi_theta in the last pass over each row, and
+        Writes batch["theta_logp"] (B, T), which is log pi_theta in the last pass over each row, and
         batch["step_fraction"] (B,), the share of the step done before that pass. Raises ValueError
         if nothing is trained, and FloatingPointError before the optimizer step of a mini-batch
         whose loss or gradient is not finite.

@@ -10,8 +10,9 @@ row went through the model alone; layouts differ in time and memory only.
               (tree_attention.py).
     packed    a tree that shares nothing. A GPU's kernel keeps its rows apart in bfloat16.
 
-Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded they have 6 hidden
-states, packed only the first 5; in both, hidden states 0, 1 and 3 predict b, c and e.
+Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the rows have 6
+hidden states, and packed only the first 5. In both layouts, hidden states 0, 1 and 3 predict b, c
+and e.
 
 Packed rows need an attention function of their own. position_ids start again in every row, but
 kernels that ignore them let rows see each other and raise no error, and a dense mask would need t^2

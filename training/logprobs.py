@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}  # most logits in a chunk
 
 
 def chunks(weight: Tensor, *things: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut things (N, ...) so that each piece has at most CHUNK_ELEMENTS logits."""
+    """Cut `things` (N, ...) into chunks of at most CHUNK_ELEMENTS logits."""
     size = max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
     return zip(*(x.split(size) for x in things))
 

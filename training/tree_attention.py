@@ -18,9 +18,9 @@ before it, and the list of added tokens is the tree, depth first. The rows [a b 
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Each block of 128 queries takes only the keys that one of the queries attends to. On a GPU
-FlexAttention does so in one kernel, for bfloat16 and more than one block (6.7 times as fast:
-docs/gpu.md). Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different
+Each block of 128 queries takes only the keys that one of the queries attends to. On a GPU,
+FlexAttention does this in one kernel, 6.7 times as fast (docs/gpu.md), for bfloat16 and more than
+one block. Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different
 mini-batches never share a tree.
 """
 
@@ -57,7 +57,7 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
     order = sorted(range(len(ids)), key=ids.tolist().__getitem__)  # neighbours share most
     ids = ids[order].long()
     same = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & shares  # (B - 1, T)
-    shared = F.pad(same.int().cumprod(1).sum(1), (1, 0))  # (B,) with the row before
+    shared = F.pad(same.int().cumprod(1).sum(1), (1, 0))  # (B,) tokens shared with the row before
 
     lengths = (ids >= 0).sum(1).tolist()
     parts: list[list[int]] = []
@@ -100,7 +100,7 @@ def cut_trees(batch: Batch, mb_tokens: int, shares: bool) -> Iterator[Piece]:
 
 @lru_cache(maxsize=1)  # all layers of a pass share one tree
 def block_mask(subtree_end: Tensor) -> BlockMask:
-    """The blocks of queries and keys (128, 128) in which a query attends to a key."""
+    """The (128, 128) blocks of queries and keys in which some query attends to a key."""
 
     def attends(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < subtree_end[k])

@@ -85,7 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return (a + ib) e^(i angle) for the halves a and b of each head of x (..., d). `rotation` is
-    complex, (..., d/2). The result interleaves the halves; q k' does not notice."""
+    complex, (..., d/2). The result interleaves the halves, which does not change q k'."""
     a, b = x.chunk(2, dim=-1)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
@@ -96,7 +96,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     if q.shape[1] > 1:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
-    # In decode the heads that share a key head make one product. What the copies give is dropped.
+    # In decode the heads that share a key head make one product. The copies only fill rows.
     q = q.view(len(q), k.shape[1], -1, q.shape[-1])
     copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1)
     return F.scaled_dot_product_attention(copies, k, v, mask)[:, :, : q.shape[2]].flatten(1)
@@ -118,8 +118,8 @@ def round_up(n: int, multiple: int) -> int:
 def key_length(longest: int) -> int:
     """Return how many keys every row of a step attends to; at least `longest` are needed.
 
-    The attention kernel works in blocks of 512 keys. When the last block had 256 to 448 keys, it
-    added in another order (measured on two CPUs), so such lengths are avoided.
+    The attention kernel works in blocks of 512 keys. With 256 to 448 keys in the last block, the
+    kernel added in another order (measured on two CPUs), so such lengths are avoided.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys

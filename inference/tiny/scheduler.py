@@ -8,7 +8,8 @@ sequences; each sequence with no more to feed gets a new token. The server repea
     2. feed the sequences that have (prefill) or, if there are none, all (decode)
 
 The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the cache.
-When a sequence ends, the one in the highest slot moves to its place. With 3 slots and 4 requests:
+When a sequence ends, the sequence in the highest slot moves to its place. With 3 slots and 4
+requests:
 
     A, B, C, D arrive   slots A B C      prefill A, B, C; D waits
     A ends              slots C B (A)    C moved; slot 2 keeps the keys of A
@@ -27,7 +28,7 @@ from typing import Any
 
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
-PREFILL_ROWS = 8  # the most sequences that start together: a step has bounded work
+PREFILL_ROWS = 8  # the most sequences that start together, to bound a step's work
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
 
@@ -55,7 +56,7 @@ class Scheduler:
     # Between two steps
 
     def abort(self, rid: str | None = None) -> None:
-        """End the sequences of a request, or all of them. They keep the tokens that they have."""
+        """End the sequences of a request, or all sequences. They keep their tokens."""
         for sequence in (*self.running, *self.waiting):
             if rid in (None, sequence.rid):
                 sequence.end("abort")
