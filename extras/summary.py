@@ -43,8 +43,11 @@ class Summary:
             run.inputs.task.summary(self.ask, Console())
         model = run.run_dir / "checkpoints" / f"step{run.step:05d}"
         talk = shlex.join([sys.executable, "-m", "extras.chat", str(run.run_dir)])
-        print(f"talk to the model:\n  {talk}")
-        print(f"evaluate it:\n  {run.command('mode=eval', f'model_path={model}')}", flush=True)
+        print(f"talk to the model:\n  {talk}", flush=True)
+        is_plain = sys.argv[0].endswith("train.py") and "--replay" not in sys.argv
+        if is_plain and (run.config.task or run.config.valid_dataset.path):
+            words = run.command("mode=eval", f"model_path={model}")
+            print(f"evaluate it:\n  {words}", flush=True)
 
     def ask(self, messages: list[dict]) -> str:
         run, tokenizer = self.run, self.run.inputs.tokenizer

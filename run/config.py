@@ -397,7 +397,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     keys = [*list_keys(TrainConfig())]
     lines = [f"  {name}={value}\n      {key.description}" for name, value, key in keys]
     parser = argparse.ArgumentParser(
-        usage="python train.py [options] [key=value ...]",
+        usage="python train.py [options | --dry-run | --replay RUN] [key=value ...]",
         epilog="\n".join(["the keys:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
