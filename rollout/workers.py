@@ -28,9 +28,10 @@ import sys
 import threading
 import time
 import traceback
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from subprocess import PIPE, Popen
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,31 +49,41 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
         raise
 
 
-async def start() -> Process:
-    words = sys.executable, "-u", "-c", CODE.format(sys.path)
-    env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
-    options: Any = {"stdin": PIPE, "stdout": PIPE, "limit": 2**30, "start_new_session": True}
-    return await asyncio.create_subprocess_exec(*words, env=env, **options)
+class Worker:
+    """A process that runs one call after another, and a thread that waits for its answers. uvloop's
+    own subprocesses would outlive their loop."""
 
+    def __init__(self) -> None:
+        words = sys.executable, "-u", "-c", CODE.format(sys.path)
+        env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
+        self.process: Any = Popen(words, stdin=PIPE, stdout=PIPE, start_new_session=True, env=env)
+        self._thread = ThreadPoolExecutor(1)
 
-async def call(process: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result of `function(*args, **kwargs)`. Raises RuntimeError with the type and text of the
-    function's exception, or if the process has ended."""
-    process.stdin.write(pickle.dumps((function, args, kwargs)))
-    if not (answer := await process.stdout.readline()):
-        code, name = await process.wait(), getattr(function, "__qualname__", function)
-        raise RuntimeError(f"the process that ran {name} ended with code {code}")
-    value, error = json.loads(answer)
-    if error:
-        raise RuntimeError(error)
-    return value
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The result of `function(*args, **kwargs)`. Raises RuntimeError with the type and text of
+        the function's exception, or if the process has ended."""
+        call, loop = pickle.dumps((function, args, kwargs)), asyncio.get_running_loop()
+        if not (answer := await loop.run_in_executor(self._thread, self._exchange, call)):
+            code, name = self.process.wait(), getattr(function, "__qualname__", function)
+            raise RuntimeError(f"the process that ran {name} ended with code {code}")
+        value, error = json.loads(answer)
+        if error:
+            raise RuntimeError(error)
+        return value
 
+    def _exchange(self, call: bytes) -> bytes:
+        """Block the thread until the process answers, or is gone."""
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(call)
+            self.process.stdin.flush()
+        return self.process.stdout.readline()
 
-async def kill(process: Process) -> None:
-    """End a process and its group."""
-    with suppress(ProcessLookupError, PermissionError):  # an empty group, on Linux and macOS
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    def kill(self) -> None:
+        """End the process and its group."""
+        with suppress(ProcessLookupError, PermissionError):  # an empty group, on Linux and macOS
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
+            self._thread.shutdown()
 
 
 class WorkerPool:
@@ -80,23 +91,23 @@ class WorkerPool:
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
-        self._idle: list[Process] = []
+        self._idle: list[Worker] = []
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """Yield `call` for a process that only the `with` block uses."""
         async with self._places:
-            process = self._idle.pop() if self._idle else await start()
+            worker = self._idle.pop() if self._idle else Worker()
             try:
-                yield functools.partial(call, process)
+                yield worker.call
             except BaseException:
-                await kill(process)
+                worker.kill()
                 raise
-            self._idle.append(process)
+            self._idle.append(worker)
 
     async def aclose(self) -> None:
         while self._idle:
-            await kill(self._idle.pop())
+            self._idle.pop().kill()
 
 
 # ---- in the process
