@@ -163,8 +163,8 @@ class PPOTrainer:
         if run.step or config.rollout.server_addrs:  # the servers have other weights
             self.push(run.step)
         if run.rank == 0:
-            self.log = Log(run)
             run.record()
+            self.log = Log(run)
             print(f"the run's folder is {run.run_dir}\n{describe_mode(config.actor)}", flush=True)
         run.call("on_start", run)
 
