@@ -53,7 +53,7 @@ packed() { train packed 90 --check --profile; }
 padded() { train padded 80 --layout padded --check; }
 tree() { train tree 100 --layout tree --check; }
 nockpt() { train nockpt 60 --no-checkpointing --mb-tokens 4096; }
-compiled() { train compiled 110 --compile --check; }
+eager() { train eager 90 --eager; }
 long() { ROWS=8 LONGEST=30720 train long 120 --mb-tokens 30720; }
 push() { model; cell push 60 "$PY" $CELLS push "$SHM/model-$SHAPE" $SHAPE; }
 decode() { for s in $([ -n "$CPU" ] && echo tiny || echo 1.5b 135m); do cell "decode-$s" 45 "$PY" $CELLS decode "$s"; done; }
@@ -73,12 +73,10 @@ sglang() { # on the same GPU as the trainer; .sgl (prepare_sglang.sh) or an inst
   gsm8k sglang 190 server.backend=sglang server.max_total_tokens=131072 \
     'server.args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none,--disable-prefill-cuda-graph,--cuda-graph-max-bs-decode,128]'
   note "$(tail -n 5 "$WORK"/runs/gsm8k/sglang/logs/server-0.log 2>/dev/null | cut -c1-300 | sed 's/^/    > /')"; }
-second() { # what the first call brought to light, and SGLang
-  model & unit & demo & demo_seed2 & demo_sync & wait
-  packed; tree; sglang; compiled; push; nockpt; }
+second() { sglang; nockpt; padded; long; demo_seed2 & demo_sync & wait; }
 first() { # what the CPU bounds runs at the same time, the measurements alone
   model & unit & demo & { maze_async; maze_sync; } & wait
-  packed; tree; compiled; push; decode; }
+  packed; eager; tree; push; decode; }
 
 if [ -d .box ] && [ ! -f "$SITE/.ready" ]; then
   "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" .box/whl/*.whl && touch "$SITE/.ready"

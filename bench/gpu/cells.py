@@ -22,7 +22,6 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -99,34 +98,7 @@ def info():
         x = torch.empty(2**31, device="cuda", dtype=torch.uint8).random_()
         y = torch.empty_like(x)
         found["copy_gb_s"] = 2 * x.numel() / clock(lambda: y.copy_(x)) / 1e9
-        found["varlen"] = compare_varlen()
     say(**found)
-
-
-def compare_varlen():
-    """Whether the kernel for packed rows groups heads, and what a copy of the keys costs."""
-    import torch
-    from torch.nn.attention.varlen import varlen_attn
-
-    n, rows = 16384, 12
-    q = torch.randn(n, 12, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(n, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    bounds = torch.linspace(0, n, rows + 1, device="cuda").int()
-    rest = (bounds, bounds, n // rows + 1, n // rows + 1)
-
-    def copied():
-        wide = (x.repeat_interleave(6, 1) for x in (k, v))
-        return varlen_attn(q, *wide, *rest, window_size=(-1, 0))
-
-    found = {"copied_ms": clock(copied) * 1e3}
-    for name, more in {"plain": {}, "enable_gqa": {"enable_gqa": True}}.items():
-        grouped = partial(varlen_attn, q, k, v, *rest, window_size=(-1, 0), **more)
-        try:
-            found[f"{name}_error"] = float((grouped() - copied()).abs().max())
-            found[f"{name}_ms"] = clock(grouped) * 1e3
-        except (TypeError, RuntimeError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"[:200]
-    return found
 
 
 def make_config(shape):
@@ -199,13 +171,14 @@ def make_rows(n, longest, vocabulary):
 
 
 def start(args):
-    """A trainer as train.py makes it; with --layout padded, rows are padded also where they fit
-    the kernel; with --compile, each layer is compiled."""
+    """A trainer as train.py makes it. With --layout padded, rows are padded even where the kernel
+    for packed rows would take them; with --eager, no layer is compiled."""
     import torch
 
     import training.actor as trainer
     from run.config import PPOActorConfig
 
+    torch.compiler.set_stance("force_eager" if args.eager else "default")
     config = PPOActorConfig(
         dtype="bfloat16" if on_gpu() else "float32",
         mb_tokens=args.mb_tokens,
@@ -218,14 +191,6 @@ def start(args):
     actor = trainer.FSDPPPOActor(config, args.model)
     actor.create_process_group()
     actor.initialize(max_steps=10)
-    if args.compile:
-        for layer in actor.model.model.layers:
-            kept = layer.forward  # partial(checkpoint, forward), or forward
-            if isinstance(kept, partial):
-                inner = torch.compile(kept.args[0], dynamic=True)
-                layer.forward = partial(kept.func, inner, **kept.keywords)
-            else:
-                layer.forward = torch.compile(kept, dynamic=True)
     return actor
 
 
@@ -385,7 +350,7 @@ def profile(one_step, args):
 
 
 def push(args):
-    """What a push of the weights through files takes: writing, and reading as a server does."""
+    """Time how long the trainer writes its weights to files, and how long a server reads them."""
     from safetensors.torch import load_file
 
     from inference.weights import WeightUpdateMeta
@@ -540,7 +505,7 @@ def main():
         p.add_argument("model"), p.add_argument("shape", choices=SHAPES)
         p.add_argument("--name", default=part)
         p.add_argument("--layout", choices=["packed", "padded", "tree"], default="packed")
-        for name in ("compile", "profile", "check", "no-checkpointing"):
+        for name in ("eager", "profile", "check", "no-checkpointing"):
             p.add_argument(f"--{name}", action="store_true")
         p.add_argument("--rows", type=int, default=32)
         p.add_argument("--longest", type=int, default=2048)
