@@ -363,7 +363,7 @@ def test_a_title_at_any_time(client: str, place: int, tools: Any) -> None:
 
 
 def test_the_order_of_ends_changes_nothing() -> None:
-    """Of three calls at once, the one for a title is left out, whichever ends first."""
+    """Three calls run at once. The one for a title is left out, whichever ends first."""
     for order in permutations("012"):
         openings = (CODER, TITLE, user("draft"))
         cache = cache_of(*(Interaction([opening, user("hello")]) for opening in openings))

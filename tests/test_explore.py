@@ -24,7 +24,7 @@ from explore import dispatcher, turns, updates
     ],
 )
 def test_each_property_has_two_planted_errors(machine: ModuleType, tests: Any) -> None:
-    """And docs/protocol.md names none that is not explored, and of the calls only some."""
+    """docs/protocol.md names only explored properties, and not all of the calls'."""
     planted = Counter(name for name, *_ in tests.MUTANTS)
     assert min(planted.values()) >= 2
     source = Path(str(machine.__file__)).read_text()

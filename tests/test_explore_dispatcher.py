@@ -27,7 +27,7 @@ def dropped(graph: Any) -> int:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bounds", dispatcher.SMALL, ids=str)
 def test_every_order_of_events_keeps_every_property(mode: str, bounds: Bounds) -> None:
-    """And the search reaches the last version, dropped groups and refused batches."""
+    """The search reaches the last version, dropped groups and refused batches."""
     states = explore(DispatchMachine(mode, bounds)).states
     assert any(world.version == bounds.versions for world in states)
     assert len(states) > 30
@@ -40,7 +40,7 @@ def test_every_order_of_events_keeps_every_property(mode: str, bounds: Bounds) -
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bounds", dispatcher.FAR, ids=str)
 def test_random_walks_far_beyond_the_bounds_keep_every_property(mode: str, bounds: Bounds) -> None:
-    """With many groups and versions; where few are rejected, many become old."""
+    """They have many groups and versions. If few are rejected, many become old."""
     states = walk(DispatchMachine(mode, bounds), 0, 1000)
     assert len(states) > 50
     if bounds.rejections < 10**6:

@@ -23,7 +23,7 @@ def block(language: str) -> str:
 
 @pytest.mark.runs
 def test_the_page(tmp_path: Path) -> None:
-    """Its files, its commands in their order, and what it promises."""
+    """Its files are written, its commands run in order, and its promises hold."""
     own = tmp_path / "own"
     own.mkdir()
     (own / "sort_task.py").write_text(block("python"))

@@ -119,7 +119,7 @@ def test_a_token_that_two_policies_exclude_gives_no_nan(theta, prox, behav):
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_what_is_under_the_mask_cannot_leak(poison):
-    """Not even NaN changes loss, gradient or metrics."""
+    """NaN under the mask changes neither loss nor gradient nor metrics."""
     *clean, mask = random_tokens(1)
 
     def run(theta, prox, behav, A):
@@ -146,7 +146,7 @@ def test_a_clip_of_0_bounds_the_ratio_at_1():
 
 
 def test_the_pieces_of_a_batch_add_up():
-    """With the denominator of the whole batch, losses and metrics of its pieces are summed."""
+    """Each piece gets the whole batch's denominator, so losses and metrics add up."""
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)

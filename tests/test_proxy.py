@@ -145,7 +145,7 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
-    """Its seed depends only on the proxy's, the task's id, and the number of the call."""
+    """The seed of a call depends only on the proxy's seed, the task's id and its number."""
 
     async def seeds(task_id: str) -> list[int | None]:
         """The seeds of two calls at a new proxy."""
@@ -180,7 +180,7 @@ async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: s
 
 
 async def test_x_api_key_serves_too(start: Start) -> None:
-    """As Anthropic's SDK sends it."""
+    """Anthropic's SDK sends this header."""
     harness = start()
     url, key = "/v1/chat/completions?beta=true", {"x-api-key": await harness.start()}
     answers = [await harness.post(url, {"messages": HELLO}, headers=h) for h in (key, {})]
@@ -231,7 +231,7 @@ async def test_a_body_is_json_whatever_it_says_it_is(
 async def test_an_engines_refusal_is_passed_on(
     start: Start, error: Exception, status: int, kind: str
 ) -> None:
-    """With its status, and nothing stays in the tree."""
+    """The agent gets its status, and nothing stays in the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -245,7 +245,7 @@ async def test_an_engines_refusal_is_passed_on(
 
 
 async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
-    """With the template's message, for example about the order of roles."""
+    """The agent gets the template's message, for example about the order of roles."""
     refusal = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
     own = with_template(tiny_tokenizer, refusal + tiny_tokenizer.chat_template)
     harness = start(tokenizer=own)
@@ -291,7 +291,7 @@ def nested(levels: int) -> Any:
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
-    """It is no finite number, or for nobody."""
+    """The reward is no finite number, or names no interaction."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -305,7 +305,7 @@ async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) ->
 
 
 async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Start) -> None:
-    """And says which one it is, because a wrong base_url is a usual mistake."""
+    """The answer names the path, because a wrong base_url is a usual mistake."""
     harness = start()
     answers = [await harness.post("/set_env"), await harness.http.get("/grant_capacity")]
     assert [answer.status_code for answer in answers] == [404, 405]
@@ -369,7 +369,7 @@ async def test_no_work_after_the_end(start: Start) -> None:
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
 async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) -> None:
-    """Nor does the export of an open session."""
+    """The export of an open session is refused and loses nothing, too."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -413,7 +413,7 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
 def test_a_proxy_that_cannot_start_says_why(
     option: str, value: str, message: str, tiny_model_dir: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, and exits with code 2."""
+    """It prints one line, and exits with code 2."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         arguments = {"--server": "http://127.0.0.1:9", "--port": "0"}
         arguments |= {"--model-path": str(tiny_model_dir), "--admin-key": "secret"}

@@ -116,7 +116,7 @@ def test_what_a_run_writes(guess_run) -> None:
 
 @pytest.mark.runs
 def test_an_error_of_the_trainer_is_told(tmp_path: Path) -> None:
-    """By Python's traceback, and then the last lines say how to go on."""
+    """Python's traceback is printed, and then the last lines say how to go on."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")

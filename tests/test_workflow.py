@@ -254,7 +254,7 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
 
 
 def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
-    """Where its __init__ takes them, and workflow_kwargs does not have them."""
+    """It gets those that its __init__ takes and workflow_kwargs does not give."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
     for reward_fn in (exact, f"{__name__}.exact"):
         made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": reward_fn}, defaults=defaults)
@@ -282,7 +282,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
 def test_what_cannot_be_resolved_says_what_is_missing(
     error: type[Exception], message: str, workflow: Any, kwargs: dict, proxy: Any
 ) -> None:
-    """In the words of the error."""
+    """The error's words say it."""
     with pytest.raises(error, match=message):
         resolve_workflow(workflow, kwargs, proxy=proxy)
 
@@ -319,7 +319,7 @@ async def test_multi_turn_asks_again_until_the_reward_is_positive(
 async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(
     multi_turn: Callable[..., Any], tiny_tokenizer: Any
 ) -> None:
-    """With an end-of-turn token that is not trained."""
+    """The end-of-turn token that closes it is not trained."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "5")
     engine.cut = True
     traj: Any = await multi_turn(max_turns=2).arun_episode(engine, QUESTION)
@@ -332,7 +332,7 @@ async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(
 async def test_a_full_context_ends_the_conversation(
     real_engine: RemoteInfEngine, multi_turn: Callable[..., Any]
 ) -> None:
-    """But a first prompt that does not fit is an error."""
+    """A first prompt that does not fit is an error."""
     assert real_engine.context_length == 2048
     gconfig = GenerationHyperparameters(max_new_tokens=600)
     workflow = multi_turn(gconfig=gconfig, max_turns=100, reflection_message="no " * 100)

@@ -94,7 +94,7 @@ async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -
 async def test_a_wrong_reward_is_an_error_of_the_episode(
     http: httpx.AsyncClient, client: OpenAIProxyClient
 ) -> None:
-    """NaN, or for an unknown interaction: none is stored."""
+    """NaN and an unknown interaction raise Refusal, and no reward is stored."""
     async with client:
         await talk(http, client, 1)
         with pytest.raises(ValueError, match="finite"):
@@ -108,7 +108,7 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """A completion for a conversation, in which the user begins."""
+    """Ask for a completion. The texts are those of the user and the assistant in turn."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)

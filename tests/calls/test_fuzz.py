@@ -109,7 +109,7 @@ def nested(depth: int, wrap: str) -> bytes:
 def test_depth_is_no_danger(
     tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str
 ) -> None:
-    """Even if it is nested deeper than Python's recursion limit."""
+    """A body nested deeper than Python's recursion limit is refused like any other."""
     tool = b'[{"type":"function","function":{"name":"f","parameters":{"p":%s}}}]'
     value = {"tools": tool, "chat_template_kwargs": b'{"a":%s}'}.get(field, b"%s")
     plain = b'{"messages":[{"role":"user","content":"x"}],"input":"x","%s":%s}'

@@ -233,7 +233,7 @@ def test_three_protocols_say_one_conversation() -> None:
 
 
 def test_two_replies_in_a_row_stay_two() -> None:
-    """In every protocol; and in Responses a text may stand for the list."""
+    """Every protocol keeps them apart, and in Responses a text may replace the list."""
     twice = [said("a"), said("b"), *HELLO]
     for path, protocol in PROTOCOLS.items():
         assert ask(path, **{protocol.history: twice}).messages == twice
@@ -249,7 +249,7 @@ def test_two_replies_in_a_row_stay_two() -> None:
     ],
 )
 def test_an_image_or_a_file_becomes_a_text(part: dict[str, Any]) -> None:
-    """In a message and in a tool's result."""
+    """A message and a tool's result may have one."""
     talk = [{"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}]
     talk += [{"role": "tool", "tool_call_id": "c", "content": [part]}]
     texts = [message["content"] for message in ask(messages=talk).messages]
@@ -267,7 +267,7 @@ def test_blocks_beside_a_tools_result_are_kept() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """In all three protocols; other types are ignored."""
+    """All three protocols give functions in one form. Tools of other types are ignored."""
     claude = {"name": "f", "input_schema": {"type": "object"}}
     flat = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
     search = {"type": "web_search_20250305", "name": "w"}
@@ -314,7 +314,7 @@ FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     ],
 )
 def test_structured_output_is_one_schema(fields: dict[str, Any], schema: Any) -> None:
-    """In the order in which the answer is to have its fields."""
+    """The schema keeps its fields in order, because the answer shall have that order."""
     text = json.dumps(schema, separators=(",", ":"))
     assert ask(**fields).sampling == ({} if schema is None else {"json_schema": text})
 
@@ -388,7 +388,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: Any) -> No
 
 
 def test_a_prefilled_answer_is_refused() -> None:
-    """In Anthropic's protocol, where it is an order to go on with it."""
+    """In Anthropic's protocol it would order the model to go on with it."""
     talk = [*HELLO, said("The answer is (")]
     assert ask(messages=talk).messages == talk
     with pytest.raises(Refusal, match=r"^messages: .*prefilling"):
@@ -430,7 +430,7 @@ NO_JSON += ['{"a": "\\ud800"}']
 
 @pytest.mark.parametrize("text", NO_JSON)
 def test_arguments_that_are_no_json_stay_text(text: str) -> None:
-    """As a model may write them, and what no client could read again."""
+    """A model may write broken JSON, or JSON that no client could read again."""
     message = assistant(text)
     assert normal(message)["tool_calls"][0]["function"]["arguments"] == text
     assert canonical(message) == canonical(copy.deepcopy(message))

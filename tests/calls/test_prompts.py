@@ -249,7 +249,7 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
     ],
 )
 def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str) -> None:
-    """At the end mark or the first stop string; other special tokens are no text."""
+    """A text ends at the end mark or the first stop string. Special tokens are no text."""
     own = with_template(tiny_tokenizer, TEMPLATES["plain"])
     gconfig = GenerationHyperparameters(
         stop=["two", " STOP"], stop_token_ids=[tiny_tokenizer.eos_token_id]

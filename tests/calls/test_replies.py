@@ -161,7 +161,7 @@ def test_a_stream_is_the_whole_reply(
 @settings(deadline=None)
 @given(st.sampled_from(NAMES), MESSAGES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, message: dict[str, Any]) -> None:
-    """In every protocol."""
+    """This holds in every protocol."""
     again = sent_back(name, whole(name, message))
     assert canonical(again) == canonical(message)
 

@@ -131,7 +131,7 @@ def test_a_function_may_read_the_calls() -> None:
 
 @pytest.mark.parametrize("name", ["no form", "no.such.module", "calls.tools.nothing"])
 def test_a_parser_that_is_not_there_is_an_error_at_once(name: str) -> None:
-    """Not when the first call arrives."""
+    """The proxy fails at its start, not at the first call."""
     with pytest.raises((ValueError, ImportError, AttributeError)):
         find_parser(name)
 

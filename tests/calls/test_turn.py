@@ -81,7 +81,7 @@ async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_
 async def test_an_error_in_the_middle_is_an_event(
     start: Start, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """And the turn leaves the tree."""
+    """The client gets the error as an event, and the turn leaves the tree."""
     harness = start("hello")
     session = await harness.start()
     cache, hold = cache_of(harness, session), asyncio.Event()

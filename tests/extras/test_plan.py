@@ -181,7 +181,7 @@ def test_what_a_machine_cannot_run(
 
 
 def test_a_server_with_more_gpus_than_keys(qwen: Path, plan: Callable[..., str]) -> None:
-    """4 GPUs hold each of 2 key heads twice."""
+    """With 2 key heads on 4 GPUs, two GPUs hold the same head."""
     text = plan(recipe(qwen, "server.tp_size=4"), 8)
     cache = 2 * 2 * 2 * 128 * 28 * 400_000
     assert re.search(rf"server-0 +4,5,6,7 +{3 + (2 * N / 4 + cache / 2) / GIB:.1f}\n", text)
@@ -297,7 +297,7 @@ def test_advice_of_the_plan(qwen: Path, plan: Callable[..., str]) -> None:
 
 
 def test_a_name_is_enough_for_a_plan(plan: Callable[..., str]) -> None:
-    """Of a model that is not on this machine the plan says so in one line, and leaves GiB open."""
+    """If the model is not on this machine, one line says so, and the GiB stay open."""
     text = plan(recipe("nobody/nothing"), 0)
     assert "no config.json of nobody/nothing is on this machine" in text
     assert re.search(r"rank 0 +- +\?\n", text)

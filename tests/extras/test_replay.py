@@ -183,7 +183,7 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["7-0.0", "7.0"])
 async def test_a_failed_call_fails_again(follow: Any, name: str) -> None:
-    """With the same status, so the agent does the same. A prompt with one episode has no member."""
+    """The status is the same, so the agent acts the same. A lone episode has no member."""
     engine, hooks, servers = follow(call(name, [], failed=503))
     with pytest.raises(EngineError) as failed:
         await engine.agenerate(request(name))

@@ -244,7 +244,7 @@ def test_a_wrong_schema_is_a_400(server: Server) -> None:
 
 
 def test_the_engine_learns_what_it_may_send(server: Server) -> None:
-    """The context is the model's, and a full context is served."""
+    """The engine learns the model's context length, and a request may fill it."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
     longest = server.reference.config.max_position_embeddings

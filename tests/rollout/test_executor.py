@@ -148,7 +148,7 @@ def test_the_size_of_a_group(make: Make, given: Any, rows: int) -> None:
 
 
 def test_should_accept_fn_may_be_named(make: Make) -> None:
-    """By the path "module.function"."""
+    """Its path "module.function" names it."""
     batch = make().prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
 
@@ -235,7 +235,7 @@ class OneIsSlow(Echo):
 
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
-    """With mask its old tokens leave the loss; with drop the group goes."""
+    """The rule mask leaves its old tokens out of the loss; drop drops the group."""
     executor = make(config={"stale": stale}, eta=1)
     data, slow = loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:

@@ -194,7 +194,7 @@ def test_an_episode_that_takes_too_long_is_cancelled(
 
 
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
-    """With the same seed."""
+    """They have the same seed."""
     workflow_context.set(WorkflowContext(task_id=77))
     where = {"proxy_addr": proxy.proxy_addr, "admin_key": proxy.admin_key}
     options = where | {"export_style": "concat"}
@@ -260,7 +260,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
 def test_destroy_ends_agents_that_run(
     proxy: ProxyAddress, tiny_server: str, tmp_path: Path
 ) -> None:
-    """With every process that they started."""
+    """Every process that they started ends, too."""
     os.mkfifo(fifo := tmp_path / "fifo")
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
@@ -316,7 +316,7 @@ async def test_only_the_call_that_died_fails() -> None:
 async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next call is served."""
+    """The next call is served."""
     (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
     async with aclosing(WorkerPool(1)) as pool:
         async with pool.worker() as call:
@@ -358,7 +358,7 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 
 def test_a_loop_that_ends_takes_its_workers_along() -> None:
-    """Even if nobody closes their pool."""
+    """They end even if nobody closes their pool."""
     script = (
         "import asyncio, os\n"
         "from rollout import reward\n"

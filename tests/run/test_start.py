@@ -59,7 +59,7 @@ def test_a_run_goes_on_under_its_own_code(tmp_path: Path, claim: Callable[..., R
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run]) -> None:
-    """It is one line."""
+    """The error is one line."""
     (tmp_path / "e").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         claim()

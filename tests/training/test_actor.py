@@ -260,7 +260,7 @@ def test_half_precision_trains_float32_weights(make_actor):
 
 
 def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
-    """From a forward pass with recompute_logprob, and else from the server."""
+    """recompute_logprob takes it from a forward pass; without, the server's is taken."""
     fractions = {}
     for recompute in (True, False):
         actor = make_actor(use_decoupled_loss=False, recompute_logprob=recompute)
@@ -281,7 +281,7 @@ def stale(actor: FSDPPPOActor, version: int = 5) -> dict[str, Tensor]:
 
 
 def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
-    """In the first mini-batch the guess of a stale token is pi_theta, which still is pi_prox."""
+    """Before the first optimizer step pi_theta equals pi_prox, so the guess is exact."""
     steps = {}
     for method in ("recompute", "loglinear"):
         actor = make_actor(prox_logp_method=method)
@@ -469,7 +469,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(make_actor, tmp_path):
 
 
 def test_a_weight_update_writes_a_model_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """With mode disk. transformers loads the folder, and it gives the actor's log-probabilities."""
+    """In mode disk, transformers loads the folder and gives the actor's logprobs."""
     actor, seen = make_actor(), []
     batch = prepare(actor, make_batch())
 

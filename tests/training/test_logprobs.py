@@ -28,7 +28,7 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch, chunk, uses):
-    """For every size of the chunks, also where the loss uses one result alone."""
+    """This holds for every size of chunks, even if the loss uses one result alone."""
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", chunk * 29)
     results = []
     for function in (plain, token_logprobs):

@@ -200,7 +200,7 @@ print(sorted({row[1][:-5] for row in own}))
 
 @pytest.mark.runs
 def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
-    """And not at the address of the hostname. unshare gives the command a hostname of its own."""
+    """The hostname's address is not used. unshare gives the command its own hostname."""
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.0.2 another-name\n")
     setup = f"hostname another-name && mount --bind {shlex.quote(str(hosts))} /etc/hosts"

@@ -44,7 +44,7 @@ def test_the_table_on_the_page() -> None:
 def test_the_flops_of_a_step_are_those_that_pytorch_counts(
     checkpointing: bool, tmp_path: Path
 ) -> None:
-    """For compute_logp and ppo_update, with two mini-batches."""
+    """compute_logp and ppo_update are counted, with two mini-batches."""
     config = AutoConfig.for_model("qwen3", **SHAPE)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     rows, length, prompt = 8, 40, 3

@@ -130,7 +130,7 @@ def test_a_row_that_is_too_long_is_a_tree_of_its_own() -> None:
 
 @pytest.mark.parametrize("heads", [4, 6])
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
-    """Also where several heads share keys, and in trees of many blocks."""
+    """This holds if several heads share keys, and in trees of many blocks."""
     [tree] = build_trees(make_rows(3, 10, longest=3 * BLOCK), 10**6)
     assert size(tree) > 4 * BLOCK
     N, g = size(tree), torch.Generator().manual_seed(0)

@@ -80,7 +80,7 @@ def assert_computes(model: Model, path: Path) -> None:
 
 
 def test_the_logits_are_those_of_transformers(path: Path) -> None:
-    """For each family, tied and untied, with grouped heads and without."""
+    """This holds for each family, tied or not, with grouped heads or not."""
     assert_computes(Model(str(path), 4), path)
 
 

@@ -281,7 +281,7 @@ TEXT = st.text(
 def test_a_stop_string_ends_the_text_where_it_is_complete(
     tiny_tokenizer: Any, before: str, stops: list[str], after: str
 ) -> None:
-    """At the token that completes it, even when a character has several tokens."""
+    """The text ends at the token that completes it, even inside a split character."""
     text = before + stops[0] + after
     left = iter(tiny_tokenizer.encode(text))
     model = SimpleNamespace(
@@ -305,7 +305,7 @@ def post(url: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response
 
 
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """With --api-key only health checks need none. The engine sends it with every request."""
+    """Only health checks need no key. The engine sends it with every request."""
     url = start_tiny_server("--api-key", "secret")
     for name in ("generate", "pause_generation", "update_weight_version"):
         body, wrong = {"new_version": "999"}, {"authorization": "Bearer guess"}
@@ -379,7 +379,7 @@ def test_bad_weights_change_nothing(tiny_server: str, tiny_model_dir: Path, tmp_
 
 
 def test_ctrl_c_ends_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Even while a request runs, and without a traceback."""
+    """A running request does not delay the end, and no traceback is printed."""
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
     long = {"max_new_tokens": 2000, "ignore_eos": True}
     log = tmp_path / "server.log"
