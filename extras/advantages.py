@@ -6,7 +6,8 @@ combine:
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
 Example: three members of a group have the returns 1, 0 and 2. If the baseline is the group's mean,
-their advantages are 0, -1 and 1. RLOO takes the mean of the other two: 0, -1.5 and 1.5.
+their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns: 0, -1.5
+and 1.5.
 
 One turn is one action: its reward comes at its last token, and cache.py has already added the
 rewards of later turns. So GAE stays within a turn, and the KL of a turn is part of its return.

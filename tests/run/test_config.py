@@ -71,6 +71,7 @@ def test_no_number_is_absurd(value: str) -> None:
 
 
 def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows each key's default and meaning."""
     with pytest.raises(SystemExit, match="0"):
         load(["--help"])
     said = capsys.readouterr().out
@@ -103,6 +104,7 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str) -> None:
 
 
 def test_a_key_with_dashes_is_pythons_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys have no dashes, so argparse refuses the word and names it."""
     with pytest.raises(SystemExit, match="2"):
         load(["--max_steps=5"])
     assert "unrecognized arguments: --max_steps=5" in capsys.readouterr().err

@@ -79,6 +79,7 @@ def test_a_process_that_ends_early_is_told(child_of: Callable[..., Child]) -> No
 
 
 def test_an_end_ends_also_what_a_child_has_started(child_of: Callable[..., Child]) -> None:
+    """A server's workers belong to its process group, which is killed as a whole."""
     sleep = "subprocess.Popen(['sleep', '1000']).pid"
     child = child_of(f"import subprocess, time; print({sleep}); time.sleep(99)")
     while not child.log.read_text():
