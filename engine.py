@@ -91,7 +91,9 @@ class RemoteInfEngine:
         self.servers = Servers(self.addresses, self.key, self.transport)
         self.context_length: int | None = None  # most tokens of prompt and completion
         self.proxies: Any = None  # proxy_addr and admin_key; proxies hear of every version
-        self.executor: Any = None  # the dispatcher, which starts rollouts
+        # It starts the rollouts. Its executor gives this engine the methods submit, wait,
+        # rollout_batch and prepare_batch (rollout/executor.py).
+        self.dispatcher: Any = None
         self._version = 0  # newest version that all servers have
         self._paused = False
 
@@ -167,7 +169,7 @@ class RemoteInfEngine:
         segment = parse_segment(answer)
         if segment.output_len > room:
             raise EngineError(f"{server} sent more tokens than were asked for", 502)
-        self.servers.check_age(server, segment.output_versions, oldest)
+        self.servers.check_versions(server, segment.output_versions, oldest)
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
@@ -201,8 +203,8 @@ class RemoteInfEngine:
 
     def pause(self) -> None:
         """Start no more rollouts, and pause the servers, so that the weights may change."""
-        if self.executor is not None:
-            self.executor.pause()
+        if self.dispatcher is not None:
+            self.dispatcher.pause()
         self._paused = True
         self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
 
@@ -218,8 +220,8 @@ class RemoteInfEngine:
         if self.proxies is not None:
             proxies = Servers(self.proxies.proxy_addr, self.proxies.admin_key)
             proxies.post_all("/set_version", {"version": version})
-        if self.executor is not None:
-            self.executor.on_new_version()
+        if self.dispatcher is not None:
+            self.dispatcher.on_new_version()
 
     def get_version(self) -> int:
         """The newest version that all servers have."""
@@ -229,14 +231,14 @@ class RemoteInfEngine:
         """Let the servers go on, and start rollouts again."""
         self.servers.post_all("/continue_generation", {})
         self._paused = False
-        if self.executor is not None:
-            self.executor.resume()
+        if self.dispatcher is not None:
+            self.dispatcher.resume()
 
     def destroy(self) -> None:
-        """Leave no server paused, and end the executor."""
+        """Leave no server paused, and end the dispatcher."""
         if self._paused:
             self._paused = False
             with contextlib.suppress(EngineError):
                 self.servers.post_all("/continue_generation", {}, timeout=5.0)
-        if self.executor is not None:
-            self.executor.destroy()
+        if self.dispatcher is not None:
+            self.dispatcher.destroy()

@@ -14,8 +14,8 @@ is pi_behav, w is 1, and J is the objective of standard PPO.
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds the cap adds 0 to the sum, but the mean still counts it. For A < 0 the term
-u A has no lower bound; dual clip gives it the bound c A.
+A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but the mean still counts it. For
+A < 0 the term u A has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
 The advantage of a turn is A = (R - mean) / std, with mean and std over its cell: the turns with the
 same number in all conversations of a group. All tokens of a turn get its advantage.
@@ -24,7 +24,8 @@ The clip does not bound u, because other tokens' gradients move a clipped token,
 the gradient. There is no critic. A key can name another function with the same arguments
 (extras/losses.py, extras/advantages.py).
 
-Shapes: a batch has B rows and T columns, N trained turns and M trained tokens.
+Shapes: a batch has B rows (in staleness.py, B counts groups) and T columns, N trained turns and M
+trained tokens.
 """
 
 from typing import Any
@@ -58,7 +59,7 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss -J and its metrics. All tensors are (B, T), or (N,) for N flat tokens.
+    """Return the loss -J and its metrics. All tensors have one shape: (B, T), or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Tokens outside `loss_mask` are ignored, even NaN.
@@ -70,12 +71,12 @@ def ppo_actor_loss_fn(
     u = log_ratio(logp, prox_logp.detach(), mask).exp()
     w = log_ratio(prox_logp, old_logp, mask).detach().exp()
 
-    # min(u A, clip(u, 1 - eps, 1 + eps_higher) A), and for A < 0 at least c A
+    # min(u A, clip(u, 1 - eps, 1 + eps_higher) A), and for A < 0 at least c_clip A
     objective = torch.minimum(u * A, clip(u, eps_clip, eps_clip_higher) * A)
     if c_clip is not None:
         objective = torch.where(A < 0, torch.maximum(objective, c_clip * A), objective)
 
-    # w <- 0 above the cap
+    # w = 0 above the cap
     dropped = mask & (w > (torch.inf if behave_imp_weight_cap is None else behave_imp_weight_cap))
     w = w.masked_fill(dropped | ~mask, 0.0)
 

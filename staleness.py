@@ -5,8 +5,8 @@ the version of that step minus the version that generated the token. The **age**
 lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
 training is synchronous.
 
-**The gate** (write-up, 1.2). A step consumes B groups. At version v there are (eta + v + 1) B
-places. Every running group and every group accepted since the run began holds one:
+**The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
+group and every group accepted since the run began holds one:
 
     enqueued -> running -> accepted   (holds its place for ever; each version adds B new ones)
                         -> rejected   (gives it back; a failed group is also rejected)
@@ -17,15 +17,16 @@ free.
 
 **The gate alone bounds nothing.** If steps took the groups that finish first, a slow one would grow
 old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale` names a
-rule:
+rule, which rollout/dispatcher.py follows:
 
 - **wait** takes the groups that started first. *Proof:* let a group start at version s, as the p-th
   of those not rejected. All p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at
   version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py checks
   it), so its age is at most eta.
-- **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss:
-  no step waits for a slow group. By the same proof, with p counted by finish and s the version at
-  the finish, a token sampled at s still trains. A group without such tokens is dropped.
+- **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss,
+  so no step waits for a slow group. The proof holds for the end of a group as it did for its start:
+  the p-th to finish, at version s, trains at eta + s at the latest, so tokens of version s are not
+  too old. A group without such tokens is dropped.
 - **drop** takes those that finished first, and drops a group that is too old when its step comes.
 
 The bound presumes that every version consumes B groups and that versions never fall. Otherwise the

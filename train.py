@@ -6,8 +6,8 @@
     python train.py mode=eval model_path=DIR           evaluate an agent, without training
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
-This file wires the other six in the order in which data flows. `train_step` then shows the batch
-and its shapes, the three policies, the update and the push of the weights. A script calls
+This file makes the parts in the order in which data flows. `train_step` then shows the batch and
+its shapes, the three policies, the update and the push of the weights. A script calls
 `PPOTrainer(config).train(workflow=MyAgent)`.
 
 The servers generate while the trainer trains. With eta = 1 (max_head_offpolicyness: a trained token
@@ -173,11 +173,11 @@ class PPOTrainer:
         run, config, actor, ref = self.run, self.config, self.run.actor, self.run.ref
         version, clock = step - 1, Clock()
 
-        # 1. Wait for a batch of B rows of T tokens. The rule of rollout.stale chooses its prompt
-        #    groups. No trained token is more than eta versions old.
-        #        input_ids, loss_mask, versions, turn_ids      (B, T) int32
-        #        logprobs: log pi_behav of every sampled token (B, T) float32
-        #        rewards, group_ids                            (B,)
+        # 1. Rank 0 waits for the next B prompt groups (rollout/executor.py) and gives their rows to
+        #    all ranks. No trained token is more than eta versions old. With R rows of T tokens:
+        #        input_ids, loss_mask, versions, turn_ids      (R, T) int32
+        #        logprobs: log pi_behav of every sampled token (R, T) float32
+        #        rewards, group_ids                            (R,)
         batch = actor.prepare_batch(
             self.dataloader,
             workflow=run.inputs.workflow,
@@ -187,15 +187,15 @@ class PPOTrainer:
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")
 
-        # 2. log pi_prox (B, T): the policy before this step. The loss clips pi_theta / pi_prox, and
+        # 2. log pi_prox (R, T): the policy before this step. The loss clips pi_theta / pi_prox, and
         #    weighs each token by pi_prox / pi_behav.
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
-        # 3. log pi_ref (B, T). A KL penalty keeps the policy close to it.
+        # 3. log pi_ref (R, T). A KL penalty keeps the policy close to it.
         if ref is not None:
             batch["ref_logp"] = ref.compute_logp(batch)
         metrics["logp_mismatch"] = logp_mismatch(batch, version)
-        # 4. The advantages A = (R - mean) / std (B, T), over the turns of a group.
+        # 4. The advantages A (R, T): each turn's reward beside the same turn of its group.
         actor.compute_advantages(batch)
         # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
         metrics |= actor.ppo_update(batch)

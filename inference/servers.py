@@ -84,7 +84,7 @@ class Servers:
             raise EngineError("; ".join(map(str, failed)), 503) from failed[0]
         return answers
 
-    def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
+    def check_versions(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of a server's tokens. `sent_after` is the value of `newest` when the
         request was sent. Raises EngineError (503)."""
         if wrong := [v for v in versions if not sent_after <= v <= self.limit]:

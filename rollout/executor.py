@@ -87,7 +87,7 @@ class WorkflowExecutor:
         self._next_id = 0
         self._closed = set[int]()  # positions that were closed before a restart
         self._streams: dict[Any, Iterator[Sample]] = {}  # samples of each dataloader
-        self.engine.executor = self.dispatcher
+        self.engine.dispatcher = self.dispatcher
         for method in ROLLOUT_METHODS:
             setattr(self.engine, method, getattr(self, method))
 

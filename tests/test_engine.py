@@ -417,7 +417,7 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
-    engine.executor = Executor(script)
+    engine.dispatcher = Executor(script)
     engine.pause()
     engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=1))
     engine.set_version(1)
@@ -456,7 +456,7 @@ def test_the_proxies_learn_each_version(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(servers, "make_transport", lambda: httpx.MockTransport(serve))
     engine = Script(generated([1])).engine()
     engine.proxies = SimpleNamespace(proxy_addr=("http://p", "http://q/"), admin_key="k")
-    engine.executor = SimpleNamespace(on_new_version=lambda: seen.append("gate"))
+    engine.dispatcher = SimpleNamespace(on_new_version=lambda: seen.append("gate"))
     engine.set_version(3)
     assert seen == [("p", "Bearer k"), ("q", "Bearer k"), "gate"]
 
@@ -465,7 +465,7 @@ def test_destroy_leaves_no_server_paused():
     """A run that ends between pause and resume lets the servers go on, once."""
     script = Script(generated([1]))
     engine = script.engine(A)
-    engine.executor = Executor(script)
+    engine.dispatcher = Executor(script)
     engine.pause()
     engine.destroy()
     assert script.calls()[-2:] == ["continue_generation", "executor/destroy"]
