@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -121,7 +121,11 @@ class ServerConfig(Keys):
     max_running_requests: Count = 64
     """sequences that a server decodes at once"""
     max_total_tokens: Count = 16384
-    """tokens in SGLang's key-value cache; the small server has no such limit"""
+    """tokens in a server's key-value cache"""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """numbers in the small server's products; auto: bfloat16 where the processor has it"""
+    threads: CountOrZero = 1
+    """threads of a small server; 0: half of the machine's"""
 
 
 class NormConfig(Keys):
@@ -155,8 +159,12 @@ class OptimizerConfig(Keys):
 class PPOActorConfig(Keys):
     """The trainer: its model, the decoupled objective and the optimizer."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """numbers in the forward pass, float32 or bfloat16; the parameters are float32"""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """numbers in the forward pass; auto: bfloat16 where the processor has it"""
+    threads: CountOrZero = 1
+    """threads of the trainer on a CPU; 0: half of the machine's"""
+    frozen_layers: CountOrZero = 0
+    """how many of the first layers do not learn, and with them the embeddings; 0: all learn"""
     ppo_n_minibatches: Count = 4
     """optimizer steps in a pass over the batch"""
     ppo_epochs: Count = 1
@@ -427,8 +435,19 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     return config, options
 
 
+def has_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 numbers in hardware."""
+    with suppress(OSError):
+        if re.search("bf16", Path("/proc/cpuinfo").read_text()):
+            return True
+    return Path("/dev/nvidia0").exists()
+
+
 def resolve(config: TrainConfig) -> None:
     """Set the defaults that depend on other keys, and refuse keys that contradict each other."""
+    for group in (config.server, config.actor):
+        if group.dtype == "auto":
+            group.dtype = "bfloat16" if has_bfloat16() else "float32"
     rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
     rollout.consumer_batch_size, rollout.group_size = data.batch_size, gconfig.n_samples
     waves = rollout.max_head_offpolicyness + 1
