@@ -6,10 +6,13 @@ export OMP_NUM_THREADS ?= 1
 
 BUG ?=
 
-.PHONY: demo tour museum test test-runs test-sglang agents lint bench soak clean
+.PHONY: demo tool tour museum test test-runs test-sglang agents lint bench soak clean
 
 demo: $(VENV)/ready            ## train the demo, in about a minute
 	$(BIN)/python train.py
+
+tool: $(VENV)/llm              ## teach a pretrained model of 135M parameters to use a calculator
+	$(BIN)/python train.py --config tool
 
 tour: $(VENV)/ready            ## follow one prompt group through the system
 	$(BIN)/python docs/lifecycle.py
@@ -60,6 +63,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@# torch first, so that pip takes the CPU build of the pinned version where the index has it.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# What reads the pretrained model's file (tasks/smollm2.py).
+$(VENV)/llm: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[llm]'
 	@touch $@
 
 .venv-sglang/ready: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt

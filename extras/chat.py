@@ -7,13 +7,17 @@ request holds the whole conversation; an empty line begins a new one. Answers ar
 the demo, think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
 
 A small model has a small vocabulary. A message with an unknown word is not sent, because the model
-would read something else. The chat has no tools, and only you and the model speak. At its start it
-prints the command of `python -m extras.episode`, which runs the run's agent with its tools.
+would read something else.
+
+If the run's agent has a method `converse(client, question)` (tasks/calculator.py), every message is
+a question to this agent, which really calls its tools. Without it the chat has no tools; then the
+command that it prints, `python -m extras.episode`, runs the agent once.
 """
 
 import asyncio
 import secrets
 import sys
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from engine import EngineError, RemoteInfEngine
-from extras import read_config
+from extras import printable, read_config
+from extras.direct import ArealOpenAI
 from extras.episode import start_server
+from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 
 
@@ -31,6 +37,22 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     unknown = tokenizer.unk_token_id
     ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in text.split()}
     return [word for word in ids if unknown is not None and unknown in ids[word]]
+
+
+def find_agent(config: Any) -> Any:
+    """The run's agent if it can be asked a question, else None."""
+    named: Any = import_name(config.workflow or f"{config.task}.WORKFLOW")
+    can_be_asked = hasattr(named, "converse")
+    return named(**vars(config.workflow_kwargs)) if can_be_asked else None
+
+
+async def show(conversation: AsyncIterator[dict]) -> None:
+    """Print each message of an agent's conversation as it comes."""
+    async for message in conversation:
+        functions = (call["function"] for call in message.get("tool_calls") or [])
+        calls = (f"{each['name']}({each['arguments']})" for each in functions)
+        text = " ".join(filter(None, [message.get("content"), *calls]))
+        print(f"{message['role']}: {printable(text)}", flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -54,9 +76,11 @@ def main(words: list[str]) -> int:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)
     messages: list[dict] = []
-    with ExitStack() as stack:
+    asked = find_agent(config)
+    with ExitStack() as stack, asyncio.Runner() as runner:
         engine = RemoteInfEngine([start_server(stack, str(model), key)], key=key)
         engine.initialize()
+        client = ArealOpenAI(engine, tokenizer, sampling=gconfig.model_dump())
         for line in map(str.strip, sys.stdin):
             if not line:
                 messages.clear()
@@ -64,10 +88,13 @@ def main(words: list[str]) -> int:
             if unknown := unknown_words(tokenizer, line):
                 print(f"the model does not know: {', '.join(unknown)}", flush=True)
                 continue
+            if asked:
+                runner.run(show(asked.converse(client, line)))
+                continue
             messages.append({"role": "user", "content": line})
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             try:
-                found = asyncio.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
+                found = runner.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
             except EngineError as error:
                 print(f"error: {error}; the next line begins a new conversation", flush=True)
                 messages.clear()

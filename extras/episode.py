@@ -27,6 +27,7 @@ from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
 from extras.failures import describe
+from run.inputs import fetch
 from run.launch import Child, command
 from workflow import resolve_workflow
 
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
     add("--data", type=json.loads, help="JSON object: the sample; default: the first of its task")
     add("--kwargs", type=json.loads, default={}, help="JSON object: arguments of the class")
-    add("--model-path", required=True, help="Hugging Face folder of the model")
+    add("--model-path", required=True, help="folder or hub name of the model, or smollm2")
     add("--server", help="URL of a running server; default: start a small one with the model")
     add("--mode", choices=["inline", "subproc"], default="inline", help="where the agent runs")
     add("--discount", type=float, default=1.0, help="gamma in R = r + gamma * mean R(children)")
@@ -88,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
     with ExitStack() as stack:
         try:
+            args.model_path = fetch(args.model_path)
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
             task = sys.modules.get(args.agent.rpartition(".")[0])
             sample: Any = args.data or getattr(task, "dataset", lambda: [{}])()[0]

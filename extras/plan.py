@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference.serve import free_port
 from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig, load
-from run.inputs import base_model_path
+from run.inputs import base_model_path, fetch
 from run.launch import Child, plan_proxy, plan_servers, visible_gpus
 from training import logprobs
 
@@ -293,6 +293,8 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     if not (config.model_path or hasattr(task, "make_model")):
         raise ConfigError("no model: set model_path to a Hugging Face folder or a hub name")
     config.model_path = config.model_path or base_model_path(config)
+    if config.model_path == "smollm2":  # small enough to be made for a plan
+        config.model_path = fetch(config.model_path)
     config.tokenizer_path = config.tokenizer_path or config.model_path
     is_running = bool(config.rollout.server_addrs)
     servers = [] if is_running else plan_servers(config, names, "KEY")

@@ -154,7 +154,7 @@ class WorkflowExecutor:
         """
         sampling = (self.eval_gconfig or self.gconfig).new(n_samples=1).model_dump()
         how = self._resolve(workflow, None, None, 1, sampling)
-        places = asyncio.Semaphore(self.gate.max_concurrent_rollouts)
+        places = asyncio.Semaphore(self.gate.max_concurrent_rollouts * self.gconfig.n_samples)
 
         async def play(task_id: int, sample: Sample) -> Trajectory | None:
             async with places:

@@ -24,15 +24,28 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
 
 
+def wilson(p: float, n: int) -> tuple[float, float]:
+    """The Wilson interval, which has the true share with a probability of 95 %, if `p` is the share
+    among n samples. Unlike p +- 1.96 sqrt(p (1 - p) / n), it is right near 0 and 1."""
+    # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+    z = 1.96
+    middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    return (middle - width) / (1 + z**2 / n), (middle + width) / (1 + z**2 / n)
+
+
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     """Return and print the mean reward, its standard error, the share of successes among all
-    episodes, the number of episodes, and how many had no reward (None)."""
+    episodes with its Wilson interval, the number of episodes, and how many had no reward (None)."""
     found = [reward for reward in rewards if reward is not None]
     n = len(found)
+    success = inputs.success(found) * n / len(rewards) if n else 0.0
+    low, high = wilson(success, len(rewards))
     metrics: Evaluation = {
         "eval_reward": fmean(found) if n else None,
         "eval_reward_sem": stdev(found) / math.sqrt(n) if n > 1 else None,
-        "eval_success": inputs.success(found) * n / len(rewards) if n else 0.0,
+        "eval_success": success,
+        "eval_success_low": low,
+        "eval_success_high": high,
         "eval_episodes": len(rewards),
         "eval_rejected": len(rewards) - n,
     }

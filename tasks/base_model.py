@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, UNKNOWN, END, ASSISTANT = "<pad>", "<unk>", "<end>", "<assistant>"
 ROLES = ["<system>", "<user>", ASSISTANT]
@@ -127,9 +127,7 @@ def imitate(
     return loss.item()
 
 
-def save_atomically(
-    path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def save_atomically(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the model to `path`, unless a model is there already."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

@@ -25,7 +25,10 @@ def test_statistics_of_an_evaluation() -> None:
     returned = (1.0, {"first": 1.0, "last": 0.0}, "raises", None)
     config, _ = load(["mode=eval", "evaluator.base_url=http://nowhere/v1"])
     inputs = Inputs(None, [], [{"returns": x} for x in returned], None, None, Agent())
-    assert evaluate_endpoint(config, inputs) == {
+    found = evaluate_endpoint(config, inputs)
+    low, high = found.pop("eval_success_low"), found.pop("eval_success_high")
+    assert (low, high) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson, 1 of 4
+    assert found == {
         "eval_reward": 0.5,
         "eval_reward_sem": 0.5,
         "eval_success": 0.25,

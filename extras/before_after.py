@@ -1,0 +1,59 @@
+"""Evaluate the base model before the first step and the trained one after the last, on the same
+validation prompts. Then print both shares of successes with their Wilson intervals, and three of
+the conversations, before and after.
+
+    callbacks: [extras.before_after.BeforeAfter]
+
+The base model's evaluation is kept in eval_base.json, so a restarted run has it.
+"""
+
+import json
+import re
+from typing import Any
+
+from extras import printable, read_records
+from run.evaluate import evaluate
+from run.inputs import load_dataset
+
+SHOWN = 3  # conversations
+
+
+class BeforeAfter:
+    """A callback."""
+
+    def __init__(self, config: Any) -> None:
+        self.path, self.run = config.valid_dataset.path, None
+
+    def on_start(self, run: Any) -> None:
+        if run.rank:
+            return
+        self.run, self.file, inputs = run, run.run_dir / "eval_base.json", run.inputs
+        inputs.validation = inputs.validation or load_dataset(self.path, inputs.task, "valid")
+        if not self.file.exists():
+            print(f"evaluating the base model: {len(inputs.validation)} held-out prompts")
+            self.file.write_text(json.dumps(evaluate(run.executor, inputs)))
+
+    def on_end(self, error: BaseException | None) -> None:
+        run: Any = self.run
+        if error is not None or run is None:
+            return
+        print("\nevaluating the trained model")
+        after = evaluate(run.executor, run.inputs)
+        samples = run.inputs.validation
+        for i in range(0, len(samples), -(-len(samples) // SHOWN)):
+            print("\n" + "  ".join(f"{key}: {value}" for key, value in samples[i].items()))
+            for title, version in (("before", 0), ("after", run.step)):
+                file = run.run_dir / "eval-rollout" / str(version) / f"{i}.jsonl"
+                for row in read_records(file)[-1:]:
+                    print(f"  {title:6} {row['reward']:.1f}  {as_line(row['completion'])}")
+        print()
+        for title, found in (("before", json.loads(self.file.read_text())), ("after", after)):
+            text = "success on held-out prompts {}: {eval_success:.2f} ({eval_success_low:.2f} to"
+            text += " {eval_success_high:.2f}, {eval_episodes} episodes)"
+            print(text.format(title, **found), flush=True)
+
+
+def as_line(text: str) -> str:
+    """A conversation on one line, with a bar for the chat template's marks."""
+    bars = re.sub(r"(\s*<\|[^|]*\|>)+\s*", " | ", text)
+    return printable(" ".join(bars.split()).strip("| "))

