@@ -194,11 +194,11 @@ class PPOTrainer:
         # 3. log pi_ref (R, T). A KL penalty keeps the policy close to it.
         if ref is not None:
             batch["ref_logp"] = ref.compute_logp(batch)
-        metrics["logp_mismatch"] = logp_mismatch(batch, version)
         # 4. The advantages A (R, T): each turn's reward beside the same turn of its group.
         actor.compute_advantages(batch)
         # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
         metrics |= actor.ppo_update(batch)
+        metrics["logp_mismatch"] = logp_mismatch(batch, version)
         actor.step_lr_scheduler()
         clock.mark("train_s")
         metrics |= run.call("on_batch", batch)

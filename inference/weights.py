@@ -56,8 +56,11 @@ class WeightUpdateMeta:
 # ---- the trainer's side: gather the weights of a sharded model, and write them
 
 
-def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Iterator[Bucket]:
-    """Yield all weights in buckets of about `bucket_mb` MiB, so no rank holds the whole model.
+def named_buckets(
+    model: Any, dtype: Any, bucket_mb: float = BUCKET_MB, *, learning: bool = False
+) -> Iterator[Bucket]:
+    """Yield all weights, or only those that learn, in buckets of about `bucket_mb` MiB, so no rank
+    holds the whole model.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
     bucket empties the one before. Names and shapes are those of the checkpoint files: transformers
@@ -68,6 +71,7 @@ def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Itera
 
     state = model.state_dict()
     tensors = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor comes once
+    tensors = [(name, x) for name, x in tensors if x.requires_grad or not learning]
     bucket: Bucket = []
     size = 0.0
     for name in (name for name, _ in tensors if name in state):

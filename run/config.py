@@ -173,8 +173,8 @@ class PPOActorConfig(Keys):
     """most tokens in one forward pass"""
     gradient_checkpointing: bool = False
     """recompute the layers in the backward pass"""
-    enable_tree_training: bool = False
-    """compute the shared beginning of rows only once"""
+    enable_tree_training: bool | None = None
+    """compute the shared beginning of rows only once; null: on a CPU, if the model allows it"""
     use_decoupled_loss: bool = True
     """decoupled PPO; false: standard PPO"""
     recompute_logprob: bool = True

@@ -161,4 +161,5 @@ def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
 
 
 def gradients(actor: FSDPPPOActor) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in actor.model.named_parameters()}
+    named = actor.model.named_parameters()
+    return {name: whole(p.grad) for name, p in named if p.grad is not None}

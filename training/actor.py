@@ -14,14 +14,19 @@ mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 makes the same mini-batches; only the passes are divided. The ranks' gradients add up to the one
 that a single rank would compute.
 
-**Temperature.** The log-probability of a token is taken at the temperature that it was sampled at,
-so that the three policies are comparable.
+**Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no state
+in the optimizer. They are in no checkpoint and only in the first push.
+
+**Numbers.** Parameters and optimizer are float32. FSDP casts all to `dtype` for a pass on a GPU,
+and autocast only the products on a CPU. A token's log-probability is taken at the temperature that
+it was sampled at, so that the three policies are comparable.
 
 There is no tensor, pipeline or context parallelism, no LoRA and no critic. With another layout or
 number of ranks, results are equal up to rounding, not bit for bit.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -74,6 +79,8 @@ class FSDPEngine:
         self.config, self.model_path = config, str(model_path)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.on_cpu = self.device.type == "cpu"
+        self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
         self.model: Any = None
         self.cut: Any = None  # of the layout
 
@@ -87,6 +94,8 @@ class FSDPEngine:
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Load the model, and keep this rank's shards of it. All ranks call this."""
+        if self.on_cpu:
+            torch.set_num_threads(self.config.threads or max(1, (os.cpu_count() or 1) // 2))
         model: Any = AutoModelForCausalLM.from_pretrained(
             self.model_path, dtype=torch.float32, attn_implementation="sdpa"
         )
@@ -94,11 +103,16 @@ class FSDPEngine:
         model.set_attn_implementation("sdpa" if name == "padded" else name)
         self.cut = cut_rows if name == "padded" else partial(cut_trees, shares=name == "tree")
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+        n = self.config.frozen_layers
+        if n > len(layers):
+            raise ValueError(f"actor.frozen_layers={n}, but the model has {len(layers)} layers")
+        for module in [model.get_input_embeddings(), *layers[:n]] if n else []:
+            module.requires_grad_(False)
         # A single rank in float32 needs no FSDP: its hooks take a sixth of a small model's step.
-        if dist.get_world_size() == 1 and self.dtype == torch.float32:
+        if dist.get_world_size() == 1 and self.param_dtype == torch.float32:
             model.to(self.device)
         else:
-            precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+            precision = MixedPrecisionPolicy(self.param_dtype, reduce_dtype=torch.float32)
             for module in [*layers, model]:
                 fully_shard(module, mp_policy=precision)
         for layer in layers:
@@ -132,11 +146,13 @@ class FSDPEngine:
         tokens = piece.tokens
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            states = hidden.flatten(0, 1)[tokens["predicted_by"]]  # (N, D)
+            states = hidden.flatten(0, 1)[tokens["predicted_by"]].to(self.dtype)  # (N, D)
             ids, temperatures = tokens["input_ids"].long(), tokens["temperatures"]  # (N,), (N,)
-            return token_logprobs(states, weight, ids, temperatures)
+            return token_logprobs(states, weight.to(self.dtype), ids, temperatures)
 
-        return self.model.read_hidden(read, **piece.inputs)
+        casts = self.dtype != self.param_dtype
+        with torch.autocast(self.device.type, self.dtype, enabled=casts):
+            return self.model.read_hidden(read, **piece.inputs)
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes, so
@@ -155,9 +171,13 @@ class FSDPEngine:
         tensors = {key: x for key, x in things.items() if isinstance(x, Tensor)}
         return things | {key: x.to(self.device) for key, x in tensors.items()}
 
-    def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write a Hugging Face folder. All ranks call this."""
-        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0)  # one tensor a bucket
+    def save(
+        self, path: str | Path, dtype: torch.dtype = torch.float32, learning: bool = False
+    ) -> None:
+        """Write a Hugging Face folder, with `learning` without frozen weights. All ranks call
+        this."""
+        one_by_one = {"bucket_mb": 0, "learning": learning}
+        buckets = weights.named_buckets(self.model, dtype, **one_by_one)
         state = {n: t.cpu() for bucket in buckets for n, t in bucket if self.rank == 0}
         if self.rank == 0:
             weights.write_checkpoint(state, self.model_path, path)
@@ -182,14 +202,16 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
         self.written: int | None = None  # newest version in files (mode disk)
+        self.has_sent = False  # the servers have this run's frozen weights
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
         """Load the model and make the optimizer; schedules end after `max_steps` training steps."""
         super().initialize()
         self.max_steps = max_steps
         o = self.config.optimizer
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]  # norms and biases
+        learning = [p for p in self.model.parameters() if p.requires_grad]
+        matrices = [p for p in learning if p.dim() > 1]
+        vectors = [p for p in learning if p.dim() <= 1]  # norms and biases
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         keys: Any = {"weight_decay": o.weight_decay, "fused": True}
         self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), **keys)
@@ -331,7 +353,8 @@ class FSDPPPOActor(FSDPEngine):
     # ---- checkpoints and weights
 
     def state(self) -> dict[str, Any]:
-        model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
+        options = sharded.StateDictOptions(ignore_frozen_params=True)
+        model, optimizer = sharded.get_state_dict(self.model, self.optimizer, options=options)
         moments = optimizer["state"]  # without lr and weight decay, which are configured
         return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
 
@@ -348,7 +371,7 @@ class FSDPPPOActor(FSDPEngine):
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """Mode disk: write the files, while the servers still generate."""
         if meta.mode == "disk":
-            self.save(meta.directory, self.dtype)
+            self.save(meta.directory, self.param_dtype, self.has_sent)
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
@@ -358,11 +381,13 @@ class FSDPPPOActor(FSDPEngine):
         if self.written != meta.version:
             self.write_weights(meta)
         is_disk = meta.mode == "disk"
-        buckets = () if is_disk else weights.named_buckets(self.model, self.dtype)
+        keys: Any = {"dtype": self.param_dtype, "learning": self.has_sent}
+        buckets = () if is_disk else weights.named_buckets(self.model, **keys)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
         for _ in buckets:  # all ranks gather the buckets together
             pass
+        self.has_sent = True
         dist.barrier()
 
     def set_version(self, version: int) -> None:

@@ -105,8 +105,11 @@ def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
         raise ValueError(f"{type(model).__name__} cannot be trained, because of {refused}")
     if actor.enable_tree_training:
         return "tree"
-    has_kernel = device == "cuda" and actor.dtype == "bfloat16"
-    return "packed" if has_kernel and not beyond else "padded"
+    if beyond:
+        return "padded"
+    if device == "cpu":
+        return "tree" if actor.enable_tree_training is None else "padded"
+    return "packed" if actor.dtype == "bfloat16" else "padded"
 
 
 def attend_apart(

@@ -57,7 +57,8 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weight, *tokens = ctx.saved_tensors
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D)
+        learns = ctx.needs_input_grad[0]  # a frozen weight needs no gradient
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None  # (V, D)
         grad_hidden = []
         for h, ids, tau, *grads in chunks(weight, *tokens, *gradients):
             logits = chunk_logits(h, weight).requires_grad_()  # (c, V)
@@ -65,9 +66,11 @@ class TokenLogprobs(torch.autograd.Function):
                 results = chunk_results(logits, ids, tau)
             grad = torch.autograd.grad(results, logits, grads)[0].to(weight.dtype)  # (c, V)
             grad_hidden.append(grad @ weight)  # (c, V) @ (V, D)
-            grad_weight += grad.t() @ h  # (V, c) @ (c, D)
+            if learns:
+                grad_weight += grad.t() @ h  # (V, c) @ (c, D)
             del logits, results, grad  # before the next chunk needs memory
-        return grad_weight.to(weight.dtype), torch.cat(grad_hidden), None, None
+        grad_weight = grad_weight.to(weight.dtype) if learns else None
+        return grad_weight, torch.cat(grad_hidden), None, None
 
 
 def token_logprobs(

@@ -228,8 +228,8 @@ class Model:
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model. Raises KeyError or RuntimeError if a weight is missing
-        or has another size; then no weight has changed."""
-        pairs = [(own, named[name].view_as(own)) for name, own in self.weights.items()]
-        for own, new in pairs:
-            own.copy_(new)
+        """Copy new weights into the model; a trainer that freezes layers sends only the others.
+        Raises RuntimeError if one has another size; then no weight has changed."""
+        new = {n: named[n].view_as(own) for n, own in self.weights.items() if n in named}
+        for name, weight in new.items():
+            self.weights[name].copy_(weight)

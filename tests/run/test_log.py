@@ -33,11 +33,13 @@ def test_the_lags_of_a_batch() -> None:
 
 
 def test_only_fresh_tokens_are_compared() -> None:
-    """Server and trainer have the same weights only where a token has the trainer's version."""
+    """Server and trainer have the same weights only where a token has the trainer's version, and
+    pi_theta has them only before the first optimizer step."""
     batch = BATCH | {"prox_logp": BATCH["logprobs"] + torch.tensor([[9, 9, 0.25, 9]] * 3)}
     assert logp_mismatch(batch, 4) == 0.25
     assert logp_mismatch(batch, 9) == 0.0
-    assert logp_mismatch(BATCH, 4) == 0.0
+    first = {"theta_logp": batch["prox_logp"], "step_fraction": torch.tensor([0.5, 0, 0])}
+    assert [logp_mismatch(BATCH | first, version) for version in (4, 2)] == [0.0, 9.0]
     batch["prox_logp"] = batch["prox_logp"] * torch.nan
     assert logp_mismatch(batch, 4) == float("inf")
 

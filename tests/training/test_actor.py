@@ -11,9 +11,11 @@ import torch
 import trainers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from trainers import (
+    DEVICE,
     FAMILIES,
     NAN,
     NEVER,
@@ -108,6 +110,8 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
     actor = make_actor(path, layout="padded" if name not in PLAIN else layout)
     on_gpu = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", actor.model)
     assert on_gpu == ("packed" if name in PLAIN else "padded")
+    on_cpu = pick_layout(PPOActorConfig(), "cpu", actor.model)
+    assert on_cpu == ("tree" if name in PLAIN else "padded")
     eager: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(path, **eager).eval()
     with torch.no_grad():
@@ -246,14 +250,16 @@ def test_padding_on_the_left_is_refused():
 
 
 def test_half_precision_trains_float32_weights(make_actor):
-    """With bfloat16 in the passes, parameters and gradients stay float32."""
+    """With bfloat16 in the passes, parameters and gradients stay float32. A CPU needs no FSDP for
+    it."""
     exact, half = make_actor(), make_actor(dtype="bfloat16")
     batch = prepare(exact, make_batch())
     a, b = (actor.ppo_update(dict(batch)) for actor in (exact, half))
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in half.model.parameters()} == {torch.float32}
     assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
-    assert sum(isinstance(module, FSDPModule) for module in half.model.modules()) == 3
+    wrapped = sum(isinstance(module, FSDPModule) for module in half.model.modules())
+    assert wrapped == (3 if DEVICE == "cuda" else 0)
 
 
 # ---- pi_prox
@@ -443,6 +449,47 @@ def test_gradients_are_clipped_to_their_norm(make_actor, limit):
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor).values()))
     assert norm == pytest.approx(limit or stats["grad_norm"], rel=1e-3)
     assert stats["grad_norm"] > 0.02
+
+
+# ---- frozen layers
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_layers_that_learn_get_the_gradients_that_they_always_get(make_actor, tmp_path, tied):
+    """What is frozen has no gradient, no state in the optimizer, and keeps every bit."""
+    path = make_family(tmp_path, "qwen3", tie_word_embeddings=tied)
+    whole, part = make_actor(path), make_actor(path, frozen_layers=1)
+    batch, before = prepare(whole, make_batch()), parameters(part)
+    for actor in (whole, part):
+        actor.ppo_update(dict(batch))
+    expected, found, after = gradients(whole), gradients(part), parameters(part)
+    frozen = {n for n in expected if "layers.0." in n or "embed" in n}
+    assert found.keys() == expected.keys() - frozen
+    assert_same({name: expected[name] for name in found}, found, atol=1e-6)
+    assert {n for n, p in after.items() if torch.equal(p, before[n])} == frozen
+    assert len(part.optimizer.state) == len(found)
+    with pytest.raises(ValueError, match="frozen_layers=3, but the model has 2 layers"):
+        make_actor(path, frozen_layers=3)
+
+
+def test_only_what_learns_is_pushed_and_kept(make_actor, tmp_path):
+    """The first push is whole, because the servers may have had other weights; so are models for
+    others. A checkpoint has only what learns."""
+    actor, again = (make_actor(frozen_layers=1) for _ in range(2))
+    actor.connect_engine(SimpleNamespace(update_weights=lambda *_: None), None)
+    actor.ppo_update(prepare(actor, make_batch()))
+    for version in (1, 2):
+        actor.update_weights(WeightUpdateMeta(path=str(tmp_path), version=version))
+    actor.save(tmp_path / "model")
+    v1, v2, model = (load_file(tmp_path / n / "model.safetensors") for n in ("v1", "v2", "model"))
+    assert v2.keys() == gradients(actor).keys()
+    assert v1.keys() == model.keys() == parameters(actor).keys()
+    for name, weight in parameters(actor).items():
+        assert all(torch.equal(file.get(name, weight), weight) for file in (v1, v2, model))
+    assert actor.state()["model"].keys() == v2.keys()
+    actor.save_state(tmp_path / "state")
+    again.load_state(tmp_path / "state")
+    assert all(torch.equal(p, v1[name]) for name, p in parameters(again).items())
 
 
 # ---- checkpoints and weights

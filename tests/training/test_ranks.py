@@ -54,7 +54,8 @@ def count_held(parameter: Any) -> int:
 def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
     """Write the gradients of one update, the parameters after SGD_STEPS more, and how many numbers
     of them each rank holds."""
-    actor = start_actor(model_dir, mb_tokens=40, **changes)
+    changes = {"enable_tree_training": False, "mb_tokens": 40} | changes
+    actor = start_actor(model_dir, **changes)
     actor.optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.05)
     actor.config.optimizer.lr = 0.05
     batch = prepare(actor, make_batch(LENGTHS))
@@ -78,6 +79,10 @@ def work_trees(model_dir: Path, out: Path) -> None:
     work_numbers(model_dir, out, enable_tree_training=True)
 
 
+def work_frozen(model_dir: Path, out: Path) -> None:
+    work_numbers(model_dir, out, frozen_layers=1)
+
+
 def work_wait(model_dir: Path, out: Path) -> None:
     """Rank 0 waits outside of any collective operation, as it waits for rollouts, and rank 1 waits
     in one."""
@@ -90,7 +95,7 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
     """Write a checkpoint after a step, or read the one that is there; then make a step."""
-    actor = start_actor(model_dir)
+    actor = start_actor(model_dir, frozen_layers=1)
     if (out / "state").exists():
         actor.load_state(out / "state")
     else:
@@ -115,15 +120,20 @@ def run_ranks(n: int, program: str, model_dir: Path, out: Path) -> None:
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("n", "program", "tied"), [(4, "work_numbers", False), (2, "work_trees", True)]
+    ("n", "programs", "tied"),
+    [
+        (4, ("work_numbers", "work_numbers"), False),
+        (2, ("work_numbers", "work_trees"), True),
+        (2, ("work_frozen", "work_frozen"), True),
+    ],
 )
 def test_ranks_share_a_model_and_compute_what_one_computes(
-    tmp_path: Path, n: int, program: str, tied: bool
+    tmp_path: Path, n: int, programs: tuple[str, str], tied: bool
 ) -> None:
     """Log-probabilities, gradients, parameters and metrics are those of one rank, and each number
     of a parameter is held by exactly one."""
     model_dir, found = make_byte_model(tmp_path / "model", tied=tied), []
-    for world, work in ((1, "work_numbers"), (n, program)):
+    for world, work in zip((1, n), programs):
         (out := tmp_path / str(world)).mkdir()
         run_ranks(world, work, model_dir, out)
         files = ((out / f"{name}.json").read_text() for name in ("stats", "held"))
@@ -216,5 +226,5 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    programs = (work_numbers, work_trees, work_wait, work_checkpoint)
+    programs = (work_numbers, work_trees, work_frozen, work_wait, work_checkpoint)
     {work.__name__: work for work in programs}[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def test_the_flops_of_a_step_are_those_that_pytorch_counts(
     config = AutoConfig.for_model("qwen3", **SHAPE)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     rows, length, prompt = 8, 40, 3
-    actor = start_actor(tmp_path, gradient_checkpointing=checkpointing, ppo_n_minibatches=2)
+    keys: Any = {"gradient_checkpointing": checkpointing, "enable_tree_training": False}
+    actor = start_actor(tmp_path, ppo_n_minibatches=2, **keys)
     try:
         batch = make_batch((length,) * rows)
         with FlopCounterMode(display=False, custom_mapping=ON_A_CPU) as prox:
