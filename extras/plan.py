@@ -134,7 +134,7 @@ def estimate_rank(
 
 
 def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
-    """GiB that a server needs on each of its GPUs, in bfloat16; on a CPU it computes in float32.
+    """GiB that a server needs on each of its GPUs, in bfloat16; on a CPU in server.dtype.
 
     If there are more GPUs than key heads, several keep the same head. Raises ConfigError if the
     heads cannot be divided (SGLang, srt/models/qwen2.py).
@@ -146,7 +146,8 @@ def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> fl
         raise ConfigError(f"server.tp_size={message}")
     numbers = 2 * attention_widths(shape)[1] * shape.num_hidden_layers
     cache = numbers * config.server.max_total_tokens / min(tp, keys)
-    return ((2 if on_gpu else 4) * (n / tp + cache) + CUDA_BYTES * on_gpu) / GIB
+    width = 2 if on_gpu or config.server.dtype == "bfloat16" else 4  # bytes of a number
+    return (width * (n / tp + cache) + CUDA_BYTES * on_gpu) / GIB
 
 
 # ---- whether it fits

@@ -143,13 +143,14 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     server, size = config.server, config.server.tp_size
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
     words += ["--max-running-requests", server.max_running_requests]
+    words += ["--max-total-tokens", server.max_total_tokens]
     if server.backend == "tiny":
-        whole = command("inference.tiny.server", *words, "--seed", config.seed, *server.args)
+        words += ["--seed", config.seed, "--dtype", server.dtype, "--threads", server.threads]
+        whole = command("inference.tiny.server", *words, *server.args)
         keys = {"POCKET_AREAL_SERVER_KEY": key}
         return [Child(f"server-{k}", whole, variables=keys) for k in range(server.count)]
 
-    words += [f"--api-key={key}", "--max-total-tokens", server.max_total_tokens]
-    words += ["--random-seed", config.seed, "--tp-size", size]
+    words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
     ranks, wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), server.count * size
     is_shared = len(gpus) - ranks < wanted
     pool = gpus * server.count if is_shared else gpus[-wanted:]

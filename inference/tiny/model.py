@@ -11,14 +11,21 @@ to each head of q and k before the rotation. In a small model every tensor opera
 microsecond, whatever its size. So one product computes q, k and v, and another one gate and up.
 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
-and the next turn of a conversation differ only in the number of these tokens. Rows are padded at
-their ends; later tokens overwrite what padding wrote to the cache before it is read.
+and the next turn of a conversation differ only in the number of these tokens.
+
+*The cache* holds a fixed number of positions, seen as slots of one length (`fit`). Slots, and not
+blocks as on a GPU: the keys of a step are a view of the cache, where blocks would be gathered for
+each layer, and a prefix that two sequences share is one copy (.24 ms for 145 tokens of SmolLM2).
 
 *Bits.* A row's logits do not depend on the other rows. Torch picks a kernel by the shapes of the
 matrices, and two kernels may add in different orders. So weights are stored column by column
 (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in multiples of 8
 tokens up to 128, and the number of keys is chosen (`key_length`). These rules come from
 measurements (docs/results.md); another CPU may need other rules.
+
+*bfloat16* halves the bytes of weights and keys, and the time where the CPU multiplies such numbers.
+What is added up over many layers, positions or tokens stays in float32: x, norm, the rotation, the
+softmax. The rules for bits hold for float32 alone.
 """
 
 import json
@@ -103,12 +110,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w, (T, n)."""
-    rows = len(x)
+    """Return x w, (T, n), in float32."""
+    rows, x = len(x), x.to(w.dtype)
     if FEWEST <= rows <= MOST:
-        return x @ w
+        return (x @ w).float()
     x = F.pad(x, (0, 0, 0, max(0, FEWEST - rows)))
-    return torch.cat([part @ w for part in x.split(MOST)])[:rows]
+    return torch.cat([part @ w for part in x.split(MOST)])[:rows].float()
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -126,18 +133,21 @@ def key_length(longest: int) -> int:
 
 
 class Model:
-    """A language model in float32, with the keys and values of its slots."""
+    """A language model, with the keys and values of its slots."""
 
-    chunk = MOST  # the most tokens of a sequence in one step
+    chunk = MOST  # the most tokens of prompts in one step, padding included
 
-    def __init__(self, folder: str, slots: int) -> None:
-        """Load a Hugging Face folder. Raises ValueError if this pass cannot compute it."""
+    def __init__(
+        self, folder: str, slots: int, tokens: int = 16384, dtype: str = "float32"
+    ) -> None:
+        """Load a Hugging Face folder, for at most `slots` sequences of `tokens` tokens in all.
+        Raises ValueError if this pass cannot compute it."""
         config, files = read_config(folder), read_weights(folder)
         eos = config.get("eos_token_id")
         self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # tokens that end a text
-        self.slots = slots
+        self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
         self.vocab_size: int = config["vocab_size"]
-        self.context_length: int = config["max_position_embeddings"]
+        self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
         self.groups: int = config["num_key_value_heads"]
         self.d: int = config.get("head_dim") or config["hidden_size"] // self.heads
@@ -145,8 +155,10 @@ class Model:
         # the angle by which each pair of a head's elements turns per position: (d/2,)
         self.frequencies = 1 / config["rope_theta"] ** (torch.arange(0, self.d, 2) / self.d)
         n_layers: int = config["num_hidden_layers"]
-        # (layers, keys and values, slots, positions, groups, d); `step` adds positions
-        self.kv = torch.zeros(n_layers, 2, slots, 64, self.groups, self.d)
+        self.most_slots, self.positions = slots, round_up(tokens, 512)
+        shape = n_layers, 2, self.positions + 1, self.groups, self.d
+        self.cache = torch.zeros(shape, dtype=self.dtype)  # a page takes memory once it is written
+        self.kv = self._view(*self.fit(1))  # (layers, keys and values, slots, length, groups, d)
 
         self.weights: dict[str, Tensor] = {}  # by their names in the folder
         self.layers = []
@@ -156,7 +168,7 @@ class Model:
             self.layers.append(SimpleNamespace(**joined))
         self.norm = self._fuse(files, "model.", "norm.weight")  # (D,)
         embedding = "model.embed_tokens.weight"
-        self.weights[embedding] = files[embedding].float()
+        self.weights[embedding] = files[embedding].to(self.dtype)
         head = embedding if config.get("tie_word_embeddings") else "lm_head.weight"
         self.head = self._fuse(files, "", head)  # (D, vocab)
         self.embedding = self.weights[embedding]  # (vocab, D), a view of the head if they are tied
@@ -169,7 +181,10 @@ class Model:
         if full[0] not in files:
             return None
         parts = [files[name].float() for name in full]
-        fused = torch.cat([part.t() for part in parts], dim=-1)
+        if parts[0].ndim == 2 and self.dtype != torch.float32:
+            fused = torch.cat(parts).to(self.dtype).t()  # row by row, as oneDNN's bfloat16 likes it
+        else:
+            fused = torch.cat([part.t() for part in parts], dim=-1)
         views = fused.t().split([len(part) for part in parts])
         self.weights.update(zip(full, views, strict=True))
         return fused
@@ -185,29 +200,31 @@ class Model:
         columns = round_up(longest, FEWEST) if longest > 1 else 1
         ids = torch.tensor([feed + [0] * (columns - len(feed)) for feed in feeds])
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
-        slots = torch.arange(first_slot, first_slot + rows)[:, None]
+
+        # Where keys and values go in the cache; those of padding go behind its last slot. (T,)
+        own = (first_slot + torch.arange(rows)[:, None]) * self.kv.shape[3] + positions
+        is_token = torch.arange(columns) < torch.tensor(lengths)[:, None]
+        places = torch.where(is_token, own, self.positions).view(-1)
 
         # Each row attends to the first n_keys keys of its slot.
-        n_keys, length = key_length(max(cached) + columns), self.kv.shape[3]
-        if n_keys > length:
-            self.kv = F.pad(self.kv, (0, 0, 0, 0, 0, max(n_keys, 2 * length) - length))
+        n_keys = key_length(max(map(sum, zip(cached, lengths, strict=True))))
         read = self.kv[:, :, first_slot : first_slot + rows, :n_keys].transpose(3, 4)
         # A token sees the positions up to its own: (rows, 1, columns, n_keys).
         seen = torch.arange(n_keys) <= positions[:, None, :, None]
-        mask = torch.where(seen, 0.0, -torch.inf)
+        mask = torch.where(seen, 0.0, -torch.inf).to(self.dtype)
         # e^(i p f): (rows, columns, 1, d/2)
         rotation = torch.polar(torch.ones(1), positions[:, :, None, None] * self.frequencies)
 
-        x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns
-        for w, kv, (keys, values) in zip(self.layers, self.kv, read, strict=True):
+        x = F.embedding(ids.view(-1), self.embedding).float()  # (T, D) with T = rows * columns
+        for w, kv, (keys, values) in zip(self.layers, self.cache, read, strict=True):
             # q, k, v = W_q norm(x), W_k norm(x), W_v norm(x); q and k are rotated
             qkv = product(rms_norm(x, w.norm_1, self.eps), w.w_qkv)
             qkv = qkv if w.b_qkv is None else qkv + w.b_qkv
             q, k, v = qkv.view(rows, columns, -1, d).split([heads, groups, groups], dim=2)
             if w.q_norm is not None:
                 q, k = rms_norm(q, w.q_norm, self.eps), rms_norm(k, w.k_norm, self.eps)
-            q, k = rotate(q, rotation), rotate(k, rotation)
-            kv[:, slots, positions] = torch.stack((k, v))
+            q, k = rotate(q, rotation).to(self.dtype), rotate(k, rotation)
+            kv[:, places] = torch.stack((k, v)).flatten(1, 2).to(self.dtype)
 
             # x += W_o softmax(q k' / sqrt(d)) v
             x = x + product(attend(q, keys, values, mask), w.w_o)
@@ -221,10 +238,35 @@ class Model:
         x = x.view(rows, columns, -1)[range(rows), [n - 1 for n in lengths]]  # (rows, D)
         return product(rms_norm(x, self.norm, self.eps), self.head)
 
+    # The slots
+
+    def fit(self, longest: int) -> tuple[int, int]:
+        """Return the length of slots that hold `longest` tokens, and how many fit in the cache. The
+        length is one of 64, 128, 192, 512, 1024, ..., as a slot has room for `key_length`."""
+        keys = key_length(longest)
+        length = keys if keys < 512 else min(1 << (keys - 1).bit_length(), self.positions)
+        return length, min(self.most_slots, self.positions // length)
+
+    def _view(self, length: int, slots: int) -> Tensor:
+        return self.cache[:, :, : length * slots].unflatten(2, (slots, length))
+
     @torch.inference_mode()
-    def exchange(self, i: int, j: int) -> None:
-        """Exchange the keys and values of two slots."""
-        self.kv[:, :, [i, j]] = self.kv[:, :, [j, i]]
+    def resize(self, longest: int) -> None:
+        """Make slots for sequences of `longest` tokens, and keep of the old ones what fits."""
+        old, self.kv = self.kv, self._view(*self.fit(longest))
+        slots, length = map(min, old.shape[2:4], self.kv.shape[2:4])
+        for source, target in zip(old, self.kv, strict=True):
+            target[:, :slots, :length] = source[:, :slots, :length].clone()
+
+    @torch.inference_mode()
+    def exchange(self, i: int, j: int, n: int) -> None:
+        """Exchange the first n keys and values of two slots."""
+        self.kv[:, :, [i, j], :n] = self.kv[:, :, [j, i], :n]
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, n: int) -> None:
+        """Copy the first n keys and values of a slot."""
+        self.kv[:, :, target, :n] = self.kv[:, :, source, :n]
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:

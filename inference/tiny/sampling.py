@@ -36,10 +36,11 @@ class SamplingParams(Sampling, strict=True):
 class Sequence:
     """The prompt of one POST /generate, and its output so far."""
 
-    rid: str  # the request's id, for /abort_request
+    rid: str  # the request's id, for /abort_request: "SESSION/...", see `session`
     prompt: list[int]
     params: SamplingParams
 
+    session: str = field(init=False)  # whose requests take turns (inference/tiny/scheduler.py)
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
     spans: list[dict[str, Any]] = field(default_factory=list)  # SGLang's weight_versions
@@ -50,7 +51,7 @@ class Sequence:
     used: int = 0  # number of the last step that fed it
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.session, self.tokens = self.rid.partition("/")[0], list(self.prompt)
 
     @property
     def output(self) -> list[int]:

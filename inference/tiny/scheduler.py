@@ -1,49 +1,63 @@
 """Decide which sequences the next step computes, and when new weights may come in.
 
-Each request becomes a sequence. It waits in a queue, runs in a *slot* (one row of the cache of keys
-and values) and ends exactly once, with reason stop, length or abort. A step feeds tokens to running
-sequences; each sequence with no more to feed gets a new token. The server repeats `step`:
+Each request becomes a sequence. It waits in the queue of its session, runs in a *slot* (one row of
+the cache of keys and values) and ends exactly once, with reason stop, length or abort. A step feeds
+tokens to running sequences; each sequence with no more to feed gets a new token. Here A and B begin
+with the same 40 tokens, and C is a long prompt of another session:
 
-    1. admit waiting sequences, if no running one has a piece of its prompt left to feed
-    2. feed the sequences that have (prefill) or, if there are none, all (decode)
+    A, B, C arrive    slots A C       B waits: A is about to compute 40 of its tokens
+    prefill           A computes its prompt
+    decode            slots A C B     A's 40 keys are copied to B's slot; all three are fed a token
+    prefill           C: 128 more tokens of its prompt; then decode, and so on in turn
+    A ends            slots B C (A)   B moved; slot 2 keeps the keys of A for A's next turn
 
-The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the cache.
-When a sequence ends, the sequence in the highest slot moves to its place. With 3 slots and 4
-requests:
+*Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
+cache. A cache of 16,384 tokens has 85 slots of 192 or 32 of 512. When a sequence outgrows its slot,
+all slots become longer and fewer; a sequence for which none is left goes back to its queue
+(*retraction*), and its keys are computed again later. So memory is taken as it is used.
 
-    A, B, C, D arrive   slots A B C      prefill A, B, C; D waits
-    A ends              slots C B (A)    C moved; slot 2 keeps the keys of A
-    next step           slots C B D      prefill what D does not share with A
+*Fairness.* The session that runs the fewest sequences is served first. If all slots are taken, and
+another one runs at least two more, then that one loses a sequence. So as many long sequences as
+there are slots delay the others only if each has a session of its own. One that needs more room
+than is left waits, while shorter ones pass.
 
-Sequences start in order of arrival. Every token carries the version of the weights that computed
-it, and no sequence uses keys of older weights: new weights send the running sequences back to the
-queue. A long request at the head delays the others.
+Every token carries the version of the weights that computed it, and no sequence uses keys of older
+weights: new weights send the running sequences back to the queue.
 """
 
-import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from itertools import takewhile
+from copy import copy
 from typing import Any
 
+from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
-PREFILL_ROWS = 8  # the most sequences that start together, to bound a step's work
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
 
+def common(a: list[int], b: list[int]) -> int:
+    """Return how many first tokens are equal."""
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+
+
 class Scheduler:
-    """The queue, the slots and the version of the weights."""
+    """The queues, the slots and the version of the weights."""
+
+    worth = 16  # fewer shared tokens are computed: waiting and copying would take longer
 
     def __init__(self, model: Any, version: str, decode: Callable[[list[int]], str]) -> None:
         self.model = model
         self.version = version
         self.decode = decode  # tokens to text, in which stop strings are searched
         self.paused = False
-        self.waiting: deque[Sequence] = deque()
-        self.slots = [NOBODY] * model.slots  # who used each slot last
+        self.queues: dict[str, deque[Sequence]] = {}  # by session, the one served last at the end
+        self.length, slots = model.fit(1)  # tokens of a slot, number of slots
+        self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
+        self.was_prefill = False  # the last step
 
     def __repr__(self) -> str:
         queues = f"running={self.n}, waiting={len(self.waiting)}"
@@ -53,20 +67,30 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         return self.slots[: self.n]
 
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [sequence for queue in self.queues.values() for sequence in queue]
+
     # Between two steps
+
+    def add(self, *sequences: Sequence) -> None:
+        for one in sequences:
+            self.queues.setdefault(one.session, deque()).append(one)
 
     def abort(self, rid: str | None = None) -> None:
         """End the sequences of a request, or all sequences. They keep their tokens."""
         for sequence in (*self.running, *self.waiting):
             if rid in (None, sequence.rid):
                 sequence.end("abort")
-        self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
+        waiting, self.queues = self.waiting, {}
+        self.add(*(sequence for sequence in waiting if not sequence.finish))
         self._release()
 
     def retract(self) -> None:
-        """Send the running sequences to the end of the queue, as SGLang does, and forget all keys.
-        The keys are computed again when a sequence returns."""
-        self.waiting += self.running
+        """Send the running sequences back to their queues, and forget all keys. The keys are
+        computed again when a sequence returns."""
+        for one in reversed(self.running):
+            self.queues.setdefault(one.session, deque()).appendleft(one)
         self.slots = [NOBODY] * len(self.slots)
         self.n = 0
 
@@ -76,12 +100,12 @@ class Scheduler:
         """Compute one step. Return False if there is nothing to compute."""
         if self.paused:
             return False
-        feeding = self._behind() or self._admit() or range(self.n)
-        if not feeding:
+        self._grow()
+        self._admit()
+        if not self.n:
             return False
-        first = feeding[0]
-        batch = self.slots[first : feeding[-1] + 1]
-        feeds = [one.tokens[one.cached : one.cached + self.model.chunk] for one in batch]
+        first, feeds = self._choose()
+        batch = self.slots[first : first + len(feeds)]
         logits = self.model.step(feeds, [one.cached for one in batch], first)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
@@ -94,29 +118,118 @@ class Scheduler:
         self._release()
         return True
 
-    def _behind(self) -> list[int]:
-        """Return the slots whose sequences have more than one token to feed."""
-        return [i for i, one in enumerate(self.running) if len(one.tokens) - one.cached > 1]
+    def _choose(self) -> tuple[int, list[list[int]]]:
+        """Return the first slot of the step, and what it feeds to this slot and the next ones.
 
-    def _admit(self) -> list[int]:
-        """Start waiting sequences, and return the slots of those that have a prompt to feed. Each
-        gets the idle slot with which it shares the longest prefix; among equal slots, the one idle
-        for longest."""
-        end = min(self.n + PREFILL_ROWS, len(self.slots))
-        while self.waiting and self.n < end:
-            sequence = self.waiting.popleft()
-            # The last token is always fed: its logits give the next one.
-            wanted, shared = sequence.tokens[:-1], {}
-            for slot in range(self.n, len(self.slots)):
-                last = self.slots[slot]
-                equal = map(operator.eq, last.tokens[: last.cached], wanted)
-                shared[slot] = sum(takewhile(bool, equal)), -last.used
-            slot = max(shared, key=shared.__getitem__)
-            sequence.cached, _ = shared[slot]
-            self._exchange(slot, self.n)
-            self.slots[self.n] = sequence
-            self.n += 1
-        return self._behind()
+        Prefill and decode take turns, so that a long prompt does not stop the others. A decode
+        feeds one token to each sequence. A prefill begins with the shortest prompt, and goes on
+        with the next slots while its rows, padded to the longest, have at most `chunk` tokens."""
+        left = [len(one.tokens) - one.cached for one in self.running]
+        first, end, most = 0, self.n, 1
+        self.was_prefill = max(left) > 1 and not (self.was_prefill and min(left) == 1)
+        if self.was_prefill:
+            most = self.model.chunk
+            first = end = min((n, i) for i, n in enumerate(left) if n > 1)[1]
+            while end < self.n and left[end] > 1:
+                columns = min(most, round_up(max(left[first : end + 1]), FEWEST))
+                if end > first and (end + 1 - first) * columns > most:
+                    break
+                end += 1
+        return first, [one.tokens[one.cached :][:most] for one in self.slots[first:end]]
+
+    # Who has a slot
+
+    def _admit(self) -> None:
+        """Start waiting sequences, of the sessions that run the fewest first."""
+        if self.queues:
+            self._make_room()
+        is_progress = True
+        while is_progress:
+            runs, is_progress = self._runs(), False
+            for session in sorted(self.queues, key=runs.__getitem__):
+                if self.n == len(self.slots):
+                    return
+                is_progress |= self._start(session)
+
+    def _start(self, session: str) -> bool:
+        """Give the session's next sequence a slot. Return False if it has to wait: for room, or for
+        keys that a running sequence is about to compute."""
+        one = self.queues[session][0]
+        length, slots = self.model.fit(max(self.length, len(one.tokens)))
+        if self.n >= slots:
+            return False
+        self._resize(length)
+
+        # The idle slot with the longest prefix; among equal ones, the one idle for longest.
+        wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
+        shared = {
+            slot: (common(last.tokens[: last.cached], wanted), -last.used)
+            for slot, last in enumerate(self.slots[self.n :], self.n)
+        }
+        slot = max(shared, key=shared.__getitem__)
+        cached, _ = shared[slot]
+
+        # A running sequence may share more.
+        pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
+        most, computed = max(pairs, default=(0, 0))
+        if most >= cached + self.worth:
+            if computed < most:
+                return False
+            self.model.copy(pairs.index((most, computed)), slot, most)
+            cached = most
+
+        one.cached, self.slots[slot] = cached, one
+        self._exchange(slot, self.n)
+        self.n += 1
+        queue = self.queues.pop(session)
+        queue.popleft()
+        if queue:
+            self.queues[session] = queue
+        return True
+
+    def _make_room(self) -> None:
+        """Make room for the session that runs the fewest, if others run at least two more."""
+        if self.n == len(self.slots):  # shorter slots, if all could become twice as long
+            longest = max(len(one.tokens) for one in self.running)
+            self._resize(min(self.length, self.model.fit(2 * longest)[0]))
+        runs = self._runs()
+        session = min(self.queues, key=runs.__getitem__)
+        one = self.queues[session][0]
+        _, slots = self.model.fit(max(self.length, len(one.tokens)))
+        spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
+        # The only slot of a full cache goes to a much shorter sequence.
+        is_long = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
+        if is_long or self.n - slots < spare:
+            while self.n >= slots:
+                self._retract()
+
+    def _grow(self) -> None:
+        """Make the slots longer if a sequence has outgrown its own."""
+        longest = max((len(one.tokens) for one in self.running), default=0)
+        if longest > self.length:
+            length, slots = self.model.fit(longest)
+            while self.n > slots:
+                self._retract()
+            self._resize(length)
+
+    def _resize(self, length: int) -> None:
+        if length != self.length:
+            self.model.resize(length)
+            self.length, slots = self.model.fit(length)
+            self.slots = (self.slots + [NOBODY] * slots)[:slots]
+            for one in self.slots:
+                one.cached = min(one.cached, length)
+
+    def _retract(self) -> None:
+        """Send a sequence back to the head of its queue: of the session that runs the most, the one
+        with the least to compute again. Its keys stay in an idle slot."""
+        runs = self._runs()
+        i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
+        one = self.slots[i]
+        self.queues.setdefault(one.session, deque()).appendleft(one)
+        self.slots[i] = copy(one)
+        self.n -= 1
+        self._exchange(i, self.n)
 
     def _release(self) -> None:
         """Take ended sequences out of their slots; the one in the highest slot fills each gap."""
@@ -127,8 +240,12 @@ class Scheduler:
 
     def _exchange(self, i: int, j: int) -> None:
         if i != j:
+            self.model.exchange(i, j, max(self.slots[i].cached, self.slots[j].cached))
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
-            self.model.exchange(i, j)
+
+    def _runs(self) -> Counter[str]:
+        """Return how many sequences each session runs."""
+        return Counter(one.session for one in self.running)
 
     def _finish_reason(self, sequence: Sequence) -> str:
         """Return why the last token ends the sequence, or "" if it does not."""

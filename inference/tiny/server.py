@@ -5,7 +5,7 @@
 Everything happens in one thread: the routes and the steps take turns in the asyncio loop. A route
 reads or changes the scheduler between two steps, so nothing needs a lock, and a small model's steps
 do not fight the routes for Python's global lock. But /health and /abort_request wait for the
-running step: at most 1,024 tokens of prompts, or one token per sequence. Only reading new weights
+running step: at most 128 tokens of prompts, or one token per sequence. Only reading new weights
 has a thread of its own.
 
 A route ignores the fields of a body that it does not know, as SGLang does. But it refuses an
@@ -92,7 +92,7 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
         if len(prompt) + most > model.context_length:
             raise Refusal(f"prompt and output are more than {model.context_length} tokens")
         one = Sequence(ask.rid, prompt, ask.sampling_params)
-        scheduler.waiting.append(one)
+        scheduler.add(one)
         wake()
         await one.ended.wait()
         meta = {
@@ -164,13 +164,17 @@ def main(argv: list[str] | None = None) -> None:
     add("--api-key", default=key)
     add("--weight-version", default="0", help="version of the weights at start")
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
+    add("--max-total-tokens", type=int, default=16384, help="most tokens of all sequences together")
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--threads", type=int, default=1, help="0: half of the machine's")
     add("--seed", type=int, help="of the requests that have none")
     add("--exit-with-parent", action="store_true", help="end when the parent process ends")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // 2))
     random.seed(args.seed)  # the source of seeds for requests without one
     listener = listen(args.host, args.port, args.api_key)
-    model = Model(args.model_path, args.max_running_requests)
+    limits = args.max_running_requests, args.max_total_tokens
+    model = Model(args.model_path, *limits, args.dtype)
     # Without transformers, which takes a second to import.
     tokenizer = Tokenizer.from_file(f"{args.model_path}/tokenizer.json")
     decode = partial(tokenizer.decode, skip_special_tokens=False)

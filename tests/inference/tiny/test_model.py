@@ -87,6 +87,7 @@ def test_the_logits_are_those_of_transformers(path: Path) -> None:
 def test_bits_do_not_depend_on_neighbours(tiny_model_dir: Path) -> None:
     """A row has the same bits alone, in a batch, and decoded."""
     model = Model(str(tiny_model_dir), 64)
+    model.resize(128)
     ids = [3 * j % 259 for j in range(100)]
     crowd = [ids, *([i] * (20 + i) for i in range(40))]
     alone = model.step([ids], [0])[0].clone()
@@ -96,6 +97,18 @@ def test_bits_do_not_depend_on_neighbours(tiny_model_dir: Path) -> None:
     model.step([feed[:-1] for feed in crowd], [0] * 41)
     decoded = model.step([feed[-1:] for feed in crowd], [len(feed) - 1 for feed in crowd])
     assert torch.equal(alone, decoded[0])
+
+
+def test_bfloat16_stays_near_float32(path: Path) -> None:
+    """Logprobs differ by a few roundings of 2^-8, in a prefill and in a decode of cached keys."""
+    ids = [[*prompt, 3] for prompt in PROMPTS]
+    exact = torch.stack([logits_of(path, one)[-1] for one in ids]).log_softmax(-1)
+    model = Model(str(path), 4, dtype="bfloat16")
+    prefill = model.step(ids, [0] * 3).log_softmax(-1)
+    decode = model.step([one[-1:] for one in ids], [len(one) - 1 for one in ids]).log_softmax(-1)
+    for logprobs in (prefill, decode):
+        assert logprobs.dtype == torch.float32
+        assert 1e-4 < (logprobs - exact).abs().max() < 0.1
 
 
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:
