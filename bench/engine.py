@@ -1,11 +1,12 @@
 """Claim: the small server (inference/tiny) decodes faster than transformers' own model.generate.
 
     python bench/engine.py [--quick] [--models 0.13M 3.3M 15.7M]
+    python bench/engine.py --quick --models smollm2 --path DIR [--dtype bfloat16]
 
-Random prompts of 64 tokens get 128 new tokens each, 1, 16 and 64 at a time, from the same random
-Qwen3 in float32 on one thread. The unit is tokens per second of CPU time, because other programs
-lengthen the wall time. Three ways, each repeated in turn; the fastest repetition counts, because
-other programs can only slow one down:
+Random prompts of 64 tokens get 128 new tokens each, 1, 8, 32 and 64 at a time, from the same random
+Qwen3, or from the pretrained model in DIR, on one thread. The unit is tokens per second of CPU
+time, because other programs lengthen the wall time. Three ways, each repeated in turn; the fastest
+repetition counts, because other programs can only slow one down:
 
     generate   model.generate on one batch, at temperature 1
     engine     the scheduler and the model in this process, with the logprob of every token
@@ -15,6 +16,9 @@ engine / generate should be at least 1.1, but for one sequence of the largest mo
 says whether the server is deterministic on this machine (inference/tiny/model.py, "Bits"): whether
 a prompt's last logits have the same bits from a prefill alone, from one in a batch, and from a
 decode step.
+
+Last come the CPU seconds of 4 groups of 8 prompts of 145 tokens: each prompt computed, and each
+group's prompt computed once and copied.
 """
 
 import argparse
@@ -27,6 +31,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,7 +40,12 @@ import httpx
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from inference.tiny.model import Model
@@ -50,8 +60,12 @@ MODELS = {
     "3.3M": (4, 256, 512, 4, 2, 736),
     "15.7M": (6, 384, 4096, 6, 3, 1440),
 }
-PORT = 31877
+PORT = 31879
 URL = f"http://127.0.0.1:{PORT}"
+
+
+COUNTS = (1, 8, 32, 64)  # sequences at a time
+GROUPS, MEMBERS, SHARED = 4, 8, 145  # prompts of the comparison of prefills, tokens of each
 
 
 def build(
@@ -76,8 +90,8 @@ def build(
     return Qwen3ForCausalLM(config).eval()
 
 
-def prompts(rng: random.Random, n: int, vocab: int) -> list[list[int]]:
-    return [[rng.randrange(1, vocab) for _ in range(PROMPT)] for _ in range(n)]
+def prompts(rng: random.Random, n: int, vocab: int, length: int = PROMPT) -> list[list[int]]:
+    return [[rng.randrange(1, vocab) for _ in range(length)] for _ in range(n)]
 
 
 def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> float:
@@ -99,19 +113,35 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
     return len(batch) * new / seconds
 
 
-def by_engine(model: Model, batch: list[list[int]], new: int) -> float:
-    """Return the tokens of scheduler and model in this process, per second of CPU time."""
+def run(model: Model, batch: list[list[int]], new: int, **changes: int) -> float:
+    """Return the CPU seconds of scheduler and model in this process."""
     scheduler = Scheduler(model, "0", str)
-    start = time.process_time()
+    vars(scheduler).update(changes)
+    sequences = []
     for i, prompt in enumerate(batch):
         params = SamplingParams(max_new_tokens=new, sampling_seed=i, ignore_eos=True)
-        scheduler.waiting.append(Sequence(str(i), prompt, params))
-    sequences = list(scheduler.waiting)
+        sequences.append(Sequence(str(i), prompt, params))
+    start = time.process_time()
+    scheduler.add(*sequences)
     while scheduler.step():
         pass
     seconds = time.process_time() - start
     assert all(len(one.logprobs) == new for one in sequences)
-    return len(batch) * new / seconds
+    return seconds
+
+
+def by_engine(model: Model, batch: list[list[int]], new: int) -> float:
+    """Return the tokens of scheduler and model in this process, per second of CPU time."""
+    return len(batch) * new / run(model, batch, new)
+
+
+def compare_prefill(model: Model, vocab: int) -> None:
+    """Print the seconds of prompts that groups share."""
+    batch = [
+        ids for ids in prompts(random.Random(0), GROUPS, vocab, SHARED) for _ in range(MEMBERS)
+    ]
+    each, once = run(model, batch, 1, worth=10**9), run(model, batch, 1)
+    print(f"\n{GROUPS} groups of {MEMBERS} prompts: {each:.2f} s each, {once:.2f} s shared\n")
 
 
 def by_http(batch: list[list[int]], new: int) -> float:
@@ -138,6 +168,7 @@ def by_http(batch: list[list[int]], new: int) -> float:
 def bits_agree(model: Model, batch: list[list[int]]) -> bool:
     """Return whether three ways to compute a prompt's last logits give the same bits."""
     first = batch[0]
+    model.resize(len(first))
     alone = model.step([first], [0])[0].clone()
     among = model.step(batch, [0] * len(batch))[0].clone()
     model.step([first[:-1]], [0])
@@ -145,9 +176,10 @@ def bits_agree(model: Model, batch: list[list[int]]) -> bool:
     return torch.equal(alone, among) and torch.equal(alone, decoded)
 
 
-def start_server(path: str) -> subprocess.Popen:
+def start_server(path: str, dtype: str) -> subprocess.Popen:
     """Return the process of a server that answers."""
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", path]
+    command += ["--dtype", dtype]
     process = subprocess.Popen([*command, "--port", str(PORT), "--exit-with-parent"], cwd=ROOT)
     while True:
         try:
@@ -158,61 +190,73 @@ def start_server(path: str) -> subprocess.Popen:
             time.sleep(0.1)
 
 
-def compare(shape: tuple[int, ...], new: int, rounds: int) -> None:
-    """Print the rows of one model."""
-    with tempfile.TemporaryDirectory() as path:
-        model = build(*shape)
-        model.save_pretrained(path)
-        words = Tokenizer(WordLevel({str(i): i for i in range(shape[2])}, unk_token="0"))
-        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-        tiny = Model(path, 64)
-        server = start_server(path)
-        try:
-            for n in (1, 16, 64):
-                rng = random.Random(n)
-                batch = prompts(rng, n, shape[2])
-                by_engine(tiny, batch, 4)
-                by_http(batch, 4)
-                best, start = [0.0] * 3, time.monotonic()
-                for k in itertools.count():
-                    if k >= rounds and time.monotonic() - start > rounds:
-                        break
-                    # New prompts each time, because the server keeps the keys of earlier ones.
-                    batch = prompts(rng, n, shape[2])
-                    ways = (
-                        by_generate(model, batch, new),
-                        by_engine(tiny, batch, new),
-                        by_http(batch, new),
-                    )
-                    best = [max(pair) for pair in zip(best, ways, strict=True)]
-                generate, engine, http = best
-                size = sum(p.numel() for p in model.parameters()) / 1e6
-                bits = "yes" if bits_agree(tiny, batch) else "no"
-                print(
-                    f"| {size:.2f}M | {n} | {generate:,.0f} | {engine:,.0f} | {http:,.0f} "
-                    f"| {engine / generate:.2f} | {http / engine:.2f} | {bits} |",
-                    flush=True,
+def compare(model: Any, path: str, dtype: str, new: int, rounds: int) -> None:
+    """Print the rows of one model, which lies in a folder, too."""
+    vocab = model.config.vocab_size
+    tiny = Model(path, max(COUNTS), dtype=dtype)
+    server = start_server(path, dtype)
+    try:
+        for n in COUNTS:
+            rng = random.Random(n)
+            batch = prompts(rng, n, vocab)
+            by_engine(tiny, batch, 4)
+            by_http(batch, 4)
+            best, start = [0.0] * 3, time.monotonic()
+            for k in itertools.count():
+                if k >= rounds and time.monotonic() - start > rounds:
+                    break
+                # New prompts each time, because the server keeps the keys of earlier ones.
+                batch = prompts(rng, n, vocab)
+                ways = (
+                    by_generate(model, batch, new),
+                    by_engine(tiny, batch, new),
+                    by_http(batch, new),
                 )
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+                best = [max(pair) for pair in zip(best, ways, strict=True)]
+            generate, engine, http = best
+            size = sum(p.numel() for p in model.parameters()) / 1e6
+            bits = "yes" if bits_agree(tiny, batch) else "no"
+            print(
+                f"| {size:.2f}M | {n} | {generate:,.0f} | {engine:,.0f} | {http:,.0f} "
+                f"| {engine / generate:.2f} | {http / engine:.2f} | {bits} |",
+                flush=True,
+            )
+        compare_prefill(tiny, vocab)
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="32 new tokens, one repetition, 40 s")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, "smollm2"])
+    parser.add_argument("--path", help="folder of smollm2")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     new, rounds = (32, 1) if args.quick else (NEW, 3)
-    print(f"prompt {PROMPT}, generate {new}, fp32, one thread, torch {torch.__version__}", end="")
+    print(
+        f"prompt {PROMPT}, generate {new}, {args.dtype}, one thread, torch {torch.__version__}",
+        end="",
+    )
     print("; tokens per CPU-second\n")
     print("| model | n | generate | engine | http | engine / generate | http / engine ", end="")
     print("| bits |\n|---|---|---|---|---|---|---|---|")
+    dtype = getattr(torch, args.dtype)
     for name in args.models:
-        compare(MODELS[name], new, rounds)
+        if name == "smollm2":
+            model = AutoModelForCausalLM.from_pretrained(args.path, dtype=dtype).eval()
+            compare(model, args.path, args.dtype, new, rounds)
+            continue
+        with tempfile.TemporaryDirectory() as path:
+            model = build(*MODELS[name]).to(dtype)
+            model.save_pretrained(path)
+            words = Tokenizer(WordLevel({str(i): i for i in range(MODELS[name][2])}, unk_token="0"))
+            PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+            compare(model, path, args.dtype, new, rounds)
 
 
 if __name__ == "__main__":

@@ -251,12 +251,15 @@ class Model:
         return self.cache[:, :, : length * slots].unflatten(2, (slots, length))
 
     @torch.inference_mode()
-    def resize(self, longest: int) -> None:
-        """Make slots for sequences of `longest` tokens, and keep of the old ones what fits."""
-        old, self.kv = self.kv, self._view(*self.fit(longest))
-        slots, length = map(min, old.shape[2:4], self.kv.shape[2:4])
+    def resize(self, longest: int) -> tuple[int, int]:
+        """Make slots for sequences of `longest` tokens, and keep of the old ones what fits. Return
+        `fit`."""
+        new = self.fit(longest)
+        old, self.kv = self.kv, self._view(*new)
+        length, slots = map(min, new, (old.shape[3], old.shape[2]))
         for source, target in zip(old, self.kv, strict=True):
             target[:, :slots, :length] = source[:, :slots, :length].clone()
+        return new
 
     @torch.inference_mode()
     def exchange(self, i: int, j: int, n: int) -> None:

@@ -33,6 +33,7 @@ from typing import Any
 from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
+PREFILL_TOKENS = 512  # most tokens of the prompts that start together
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
 
@@ -53,7 +54,7 @@ class Scheduler:
         self.decode = decode  # tokens to text, in which stop strings are searched
         self.paused = False
         self.queues: dict[str, deque[Sequence]] = {}  # by session, the one served last at the end
-        self.length, slots = model.fit(1)  # tokens of a slot, number of slots
+        self.length, slots = model.resize(1)  # tokens of a slot, number of slots
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
@@ -122,17 +123,18 @@ class Scheduler:
         """Return the first slot of the step, and what it feeds to this slot and the next ones.
 
         Prefill and decode take turns, so that a long prompt does not stop the others. A decode
-        feeds one token to each sequence. A prefill begins with the shortest prompt, and goes on
-        with the next slots while its rows, padded to the longest, have at most `chunk` tokens."""
+        feeds one token to each sequence. A prefill feeds a piece of `chunk` tokens, or several
+        prompts that are shorter: the shortest one, and with it those in the next slots."""
         left = [len(one.tokens) - one.cached for one in self.running]
         first, end, most = 0, self.n, 1
         self.was_prefill = max(left) > 1 and not (self.was_prefill and min(left) == 1)
         if self.was_prefill:
-            most = self.model.chunk
+            most, columns = self.model.chunk, 0
             first = end = min((n, i) for i, n in enumerate(left) if n > 1)[1]
             while end < self.n and left[end] > 1:
-                columns = min(most, round_up(max(left[first : end + 1]), FEWEST))
-                if end > first and (end + 1 - first) * columns > most:
+                columns = min(most, round_up(max(columns, left[end]), FEWEST))  # with padding
+                size = (end + 1 - first) * columns
+                if end > first and (columns == most or size > PREFILL_TOKENS):
                     break
                 end += 1
         return first, [one.tokens[one.cached :][:most] for one in self.slots[first:end]]
@@ -214,8 +216,7 @@ class Scheduler:
 
     def _resize(self, length: int) -> None:
         if length != self.length:
-            self.model.resize(length)
-            self.length, slots = self.model.fit(length)
+            self.length, slots = self.model.resize(length)
             self.slots = (self.slots + [NOBODY] * slots)[:slots]
             for one in self.slots:
                 one.cached = min(one.cached, length)

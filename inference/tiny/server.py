@@ -5,7 +5,7 @@
 Everything happens in one thread: the routes and the steps take turns in the asyncio loop. A route
 reads or changes the scheduler between two steps, so nothing needs a lock, and a small model's steps
 do not fight the routes for Python's global lock. But /health and /abort_request wait for the
-running step: at most 128 tokens of prompts, or one token per sequence. Only reading new weights
+running step: at most 512 tokens of prompts, or one token per sequence. Only reading new weights
 has a thread of its own.
 
 A route ignores the fields of a body that it does not know, as SGLang does. But it refuses an
