@@ -110,12 +110,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w, (T, n), in float32."""
-    rows, x = len(x), x.to(w.dtype)
+    """Return x w, (T, n), in the type of x."""
+    if x.dtype != w.dtype:
+        return product(x.to(w.dtype), w).to(x.dtype)
+    rows = len(x)
     if FEWEST <= rows <= MOST:
-        return (x @ w).float()
+        return x @ w
     x = F.pad(x, (0, 0, 0, max(0, FEWEST - rows)))
-    return torch.cat([part @ w for part in x.split(MOST)])[:rows].float()
+    return torch.cat([part @ w for part in x.split(MOST)])[:rows]
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -202,9 +204,11 @@ class Model:
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
         # Where keys and values go in the cache; those of padding go behind its last slot. (T,)
-        own = (first_slot + torch.arange(rows)[:, None]) * self.kv.shape[3] + positions
-        is_token = torch.arange(columns) < torch.tensor(lengths)[:, None]
-        places = torch.where(is_token, own, self.positions).view(-1)
+        slots = torch.arange(first_slot, first_slot + rows)
+        places = slots[:, None] * self.kv.shape[3] + positions
+        if min(lengths) < columns:
+            places[torch.arange(columns) >= torch.tensor(lengths)[:, None]] = self.positions
+        places = places.view(-1)
 
         # Each row attends to the first n_keys keys of its slot.
         n_keys = key_length(max(map(sum, zip(cached, lengths, strict=True))))

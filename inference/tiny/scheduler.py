@@ -7,8 +7,8 @@ with the same 40 tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits: A is about to compute 40 of its tokens
     prefill           A computes its prompt
-    decode            slots A C B     A's 40 keys are copied to B's slot; all three are fed a token
-    prefill           C: 128 more tokens of its prompt; then decode, and so on in turn
+    prefill           slots A C B     A's 40 keys are copied to B's slot; the rest of B's prompt
+    prefill, decode   128 tokens of C's prompt; a token to each; and so on in turn
     A ends            slots B C (A)   B moved; slot 2 keeps the keys of A for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
@@ -58,7 +58,7 @@ class Scheduler:
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
-        self.was_prefill = False  # the last step
+        self.was_piece = False  # whether the last step fed a piece of a long prompt
 
     def __repr__(self) -> str:
         queues = f"running={self.n}, waiting={len(self.waiting)}"
@@ -122,21 +122,22 @@ class Scheduler:
     def _choose(self) -> tuple[int, list[list[int]]]:
         """Return the first slot of the step, and what it feeds to this slot and the next ones.
 
-        Prefill and decode take turns, so that a long prompt does not stop the others. A decode
-        feeds one token to each sequence. A prefill feeds a piece of `chunk` tokens, or several
-        prompts that are shorter: the shortest one, and with it those in the next slots."""
+        A decode feeds one token to each sequence. A prefill feeds several short prompts, or a piece
+        of a longer one: the shortest, and with it those in the next slots. After a piece comes a
+        decode, so that a long prompt does not stop the others."""
         left = [len(one.tokens) - one.cached for one in self.running]
-        first, end, most = 0, self.n, 1
-        self.was_prefill = max(left) > 1 and not (self.was_prefill and min(left) == 1)
-        if self.was_prefill:
-            most, columns = self.model.chunk, 0
-            first = end = min((n, i) for i, n in enumerate(left) if n > 1)[1]
-            while end < self.n and left[end] > 1:
-                columns = min(most, round_up(max(columns, left[end]), FEWEST))  # with padding
-                size = (end + 1 - first) * columns
-                if end > first and (columns == most or size > PREFILL_TOKENS):
-                    break
-                end += 1
+        if max(left) == 1 or (self.was_piece and min(left) == 1):
+            self.was_piece = False
+            return 0, [one.tokens[one.cached :][:1] for one in self.running]
+        most, columns = self.model.chunk, 0
+        first = end = min((n, i) for i, n in enumerate(left) if n > 1)[1]
+        while end < self.n and left[end] > 1:
+            wider = min(most, round_up(max(columns, left[end]), FEWEST))  # with padding
+            rows = end + 1 - first
+            if rows > 1 and (wider == most or rows * wider > PREFILL_TOKENS):
+                break
+            columns, end = wider, end + 1
+        self.was_piece = columns == most
         return first, [one.tokens[one.cached :][:most] for one in self.slots[first:end]]
 
     # Who has a slot
