@@ -111,8 +111,8 @@ class Proxy:
 
     def session_of(self, request: Request) -> Session:
         """The session whose id is in the path or, without one, the API key."""
-        key = bearer(request) or request.headers.get("x-api-key")
-        return self.find(request.path_params.get("session_id") or key)
+        session_id = request.path_params.get("session_id") or bearer(request)
+        return self.find(session_id or request.headers.get("x-api-key"))
 
     # ---- answer an agent
 

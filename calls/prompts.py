@@ -93,6 +93,10 @@ class PromptBuilder:
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, text: str) -> list[int]:
+        # Without transformers' wrapper it takes half the time. But others may change its settings.
+        rust = getattr(self._tokenizer, "backend_tokenizer", None)
+        if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
+            return rust.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
