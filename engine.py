@@ -90,7 +90,7 @@ class RemoteInfEngine:
         # All that changes during a run:
         self.servers = Servers(self.addresses, self.key, self.transport)
         self.context_length: int | None = None  # most tokens of prompt and completion
-        self.proxies: Any = None  # proxy_addr and admin_key; proxies hear of every version
+        self.proxy: Any = None  # its address and key; it hears of every version
         # It starts the rollouts. Its executor gives this engine the methods submit, wait,
         # rollout_batch and prepare_batch (rollout/executor.py).
         self.dispatcher: Any = None
@@ -215,11 +215,10 @@ class RemoteInfEngine:
         weights.send(meta, self.servers.post_all, buckets)
 
     def set_version(self, version: int) -> None:
-        """All servers have `version`: tell the proxies, and let the gate start more rollouts."""
+        """All servers have `version`: tell the proxy, and let the gate start more rollouts."""
         self._version = self.servers.newest = self.servers.limit = version
-        if self.proxies is not None:
-            proxies = Servers(self.proxies.proxy_addr, self.proxies.admin_key)
-            proxies.post_all("/set_version", {"version": version})
+        if self.proxy is not None:
+            Servers(*self.proxy).post_all("/set_version", {"version": version})
         if self.dispatcher is not None:
             self.dispatcher.on_new_version()
 

@@ -83,7 +83,7 @@ def start_rollout(run: Run) -> None:
     #    It loads while the trainer does.
     [url] = run.start([plan_proxy(config, run.server_urls, run.key, run.admin_key, named)])
     proxy = ProxyAddress(url, run.admin_key)
-    engine.proxies = proxy if config.mode == "train" else None
+    engine.proxy = proxy if config.mode == "train" else None
     run.stack.callback(engine.destroy)
 
     # 3. The gate says how many prompt groups may start at the engine's version.

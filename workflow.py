@@ -246,7 +246,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     """Run an agent in a session of the proxy, set its rewards, and export the interactions."""
 
     agent: Any
-    proxy_addr: str | tuple[str, ...]  # each episode uses one of them
+    proxy_addr: str
     admin_key: str
     mode: str = "inline"  # or subproc
     subproc_max_workers: int = 4
@@ -269,9 +269,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
         context = _context.get()
-        urls = [self.proxy_addr] if isinstance(self.proxy_addr, str) else self.proxy_addr
-        url = urls[((context.task_id or 0) + context.sample_idx) % len(urls)]
-        where = await _rl_transport.get(), url, self.admin_key, context.name
+        where = await _rl_transport.get(), self.proxy_addr, self.admin_key, context.name
         client = OpenAIProxyClient(*where, sampling=self.sampling)
         whose = f"agent {type(self.agent).__name__} in task {context.name}"
         seconds = self.episode_timeout_seconds

@@ -17,9 +17,9 @@ from calls.messages import Refusal
 
 
 class ProxyAddress(NamedTuple):
-    """The addresses and the key of a run's proxies."""
+    """The address of the run's proxy, and its key."""
 
-    proxy_addr: str | tuple[str, ...]
+    proxy_addr: str
     admin_key: str
 
 
