@@ -172,7 +172,7 @@ class InteractionCache(dict[str, Interaction]):
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add a call, and find its parent."""
         parent, interaction.digest = self.find_parent(interaction.messages)
-        if parent:  # keep every message once
+        if parent:  # store every message once
             shared = parent.conversation
             interaction.messages = shared + interaction.messages[len(shared) :]
             interaction.turn = parent.turn + 1

@@ -154,7 +154,7 @@ class RemoteInfEngine:
     ) -> ModelResponse:
         """Send one POST /generate, and check the answer."""
         ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
-        rid = f"{req.rid}-{secrets.token_hex(4)}"  # a server takes each id once
+        rid = f"{req.rid}-{secrets.token_hex(4)}"  # a server accepts each id once
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest
         try:
@@ -172,7 +172,7 @@ class RemoteInfEngine:
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
-        """How many tokens `req` may generate. Raises EngineError (400) if there is no room."""
+        """Return how many tokens `req` may generate. Raises EngineError (400) if there is no room."""
         n, most, limit = len(req.input_ids), req.gconfig.max_new_tokens, self.context_length
         if limit and n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"

@@ -18,11 +18,11 @@ A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but the mean 
 A < 0 the term u A has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std, with mean and std over its
-cell: the turns with the same number in all conversations of its group. A turn's tokens share its A.
+cell: the turns with the same number in its group's conversations. All tokens of a turn get its A.
 
-The clip does not bound u, because other tokens' gradients move a clipped token, too. The cap biases
-the gradient. There is no critic. `actor.loss` and `actor.advantages` may name other functions with
-the same arguments (extras/losses.py, extras/advantages.py).
+The clip does not bound u, because other tokens' gradients also move a clipped token. The cap
+biases the gradient. There is no critic. `actor.loss` and `actor.advantages` may name other
+functions with the same arguments (extras/losses.py, extras/advantages.py).
 
 Shapes: a batch has B rows (in staleness.py, B counts groups) and T columns, N trained turns and M
 trained tokens.

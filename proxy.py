@@ -10,7 +10,7 @@ sends it as its API key. Paths marked (admin) need the admin key:
     GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
-    POST /export_trajectories (admin)           {session_id, discount, style}, then forget it
+    POST /export_trajectories (admin)           {session_id, discount, style}: return and forget it
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
 How a call becomes a prompt, after the model has answered "hello" with "Hi!":
@@ -82,7 +82,7 @@ class Proxy:
     # ---- start a session
 
     def grant_capacity(self, body: Json) -> Json:
-        """Let one more session start, because the dispatcher starts an episode."""
+        """Let one more session start."""
         self.capacity += 1
         return {"capacity": self.capacity}
 
@@ -110,7 +110,7 @@ class Proxy:
         return self.sessions[session_id]
 
     def session_of(self, request: Request) -> Session:
-        """Return the session whose id is in the path or, without one, is the API key."""
+        """Return the session whose id is in the path, or else is the API key."""
         session_id = request.path_params.get("session_id") or bearer(request)
         return self.find(session_id or request.headers.get("x-api-key"))
 
@@ -130,7 +130,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises what is wrong with the call
+        await anext(frames)  # raises if the call is wrong
         return EventStream(frames)
 
     async def answer(self, turn: Turn) -> tuple[Message, ModelResponse]:
@@ -145,7 +145,7 @@ class Proxy:
         turn.form.input_len = len(prompt)
         request = self.request(turn.session, ask, prompt)
         response = await self.engine.agenerate(request)
-        # Another parser's call marks may be special tokens.
+        # Another parser's call marks may be special tokens, so these are kept.
         tokens, special = response.output_tokens, self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
         message = parse(text, tools, turn.form.suffix, self.parser)

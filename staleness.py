@@ -47,13 +47,13 @@ class StalenessError(AssertionError):
 
 @dataclass
 class RolloutStat:
-    """How many prompt groups are in each state."""
+    """The number of prompt groups in each state."""
 
     enqueued: int = 0
     running: int = 0
     accepted: int = 0  # also those already consumed
     rejected: int = 0
-    failed: int = 0  # those of the rejected that raised
+    failed: int = 0  # rejected because they raised
     dropped: int = 0  # accepted, but too old for their step
     withdrawn: int = 0  # accepted, and fetched by wait_for_task
     failed_members: int = 0  # their groups went on without them
@@ -80,7 +80,7 @@ class StalenessManager:
         return min(self.max_concurrent_rollouts - stat.running, free)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) B, the number of prompts to keep ready."""
+        """Return (eta + 1) B, the number of prompts to keep ready to start."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -117,7 +117,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """An enqueued group starts, as get_capacity allowed."""
+        """Start an enqueued group, as get_capacity allows."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:

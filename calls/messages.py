@@ -15,8 +15,7 @@ only in their names. Reasoning is not read back, because the tree has it.
 **Equal messages.** An agent sends the whole history with every call, and a client may write a reply
 differently: null for "", parts for a string, other white space in a call's JSON. So the tree
 compares only what `canonical` returns: role, text, calls (id, name, arguments) and a result's id.
-Other fields (name, cache marks, annotations) do not count. A changed text begins a new
-conversation.
+Other fields (name, cache marks, annotations) do not count. Changed text begins a new conversation.
 
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
 `item_reference`. `find` looks the id up in the session.
@@ -155,7 +154,7 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """Yield a small message for each block or call of an item, or for the item."""
+    """Yield a small message for each block or call of an item, or for the item itself."""
     role, content = item.get("role"), item.get("content") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)

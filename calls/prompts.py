@@ -55,7 +55,7 @@ class PromptBuilder:
         variables = call.template_kwargs | ({"tools": call.tools} if call.tools else {})
         parent = call.parent if self.splices else None
         if parent and (parent.tools, parent.template_kwargs) == (call.tools, call.template_kwargs):
-            with contextlib.suppress(Refusal):  # of the stub
+            with contextlib.suppress(Refusal):  # it refuses the stub
                 new = call.messages[len(parent.conversation) :]
                 return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(call.messages, variables))
@@ -93,7 +93,7 @@ class PromptBuilder:
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        # Without transformers' wrapper it takes half the time. But others may change its settings.
+        # The Rust tokenizer takes half the time, if nobody has changed its settings.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode(text, add_special_tokens=False).ids

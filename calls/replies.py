@@ -13,7 +13,7 @@ All ids of a reply have one suffix: chatcmpl-<x> has the calls call_<x>_0 and so
 the items msg_<x> (text) and fc_<x>_0. Only chat completions show the model's reasoning; by default
 the vendors hide it in the other two protocols.
 
-Clients are strict. Role, index, usage and created_at must be present. Null keys must be absent,
+Clients are strict: role, index, usage and created_at must be present. Null keys must be absent,
 except `content` beside tool calls. Anthropic's events need an `event:` line. Annotations are empty,
 and cached tokens are 0.
 """

@@ -95,7 +95,7 @@ class Turn:
             hangup.cancel()
             if not self.listeners and not self.task.done():
                 self.fail()
-                await asyncio.wait({self.task})  # until the server has been told
+                await asyncio.wait({self.task})  # until the server has been told to stop
 
     async def _wait(self, hangup: asyncio.Future, seconds: float | None = None) -> bool:
         """Wait until the turn is done or the client hangs up; False after `seconds`."""

@@ -19,7 +19,7 @@ If a task returns None or raises, it is rejected and another one is drawn. The r
 `max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From
 then on, every call raises the reason.
 
-What wait_for_task returns belongs to no batch, and its age is not checked.
+A result of wait_for_task belongs to no batch, and its age is not checked.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ class DispatchState:
         return [*batch.values()]
 
     def take_task(self, task_id: int) -> list[Any]:
-        """Return [result] of a finished task, [None] of a rejected one, [] before it ends.
+        """Return [result] of a finished task, [None] of a rejected one, [] of others.
 
         Each result is returned once. Raises KeyError for an unknown id.
         """
@@ -165,7 +165,7 @@ class BatchTaskDispatcher:
     """Run tasks in an event loop, and return results that are not too old.
 
     `task_factory(task)` makes the coroutine of a task, which returns a prompt group, or None to
-    reject it. The trainer's thread calls the methods.
+    reject the task. The trainer's thread calls the methods.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class BatchTaskDispatcher:
     def wait_results(self, count: int, timeout: float | None = None) -> list[Any]:
         """Wait for the next `count` results, in the order of `next_groups`.
 
-        If it raises TimeoutError or StalenessError, nothing is consumed.
+        If this raises TimeoutError or StalenessError, nothing is consumed.
         """
         return self._wait(lambda: self.state.take(count), timeout)
 

@@ -1,10 +1,10 @@
 """A reward is a finite number, and computing it delays no other episode.
 
-All episodes share one event loop, so no agent goes on while a reward is computed there. So
+All episodes share one event loop: no agent goes on while a reward is computed there. So
 AsyncRewardWrapper runs a plain function in a process (workers.py), which it kills at the time
 limit. The time counts from when the process takes the call. A coroutine function runs in the loop.
 
-If a reward function fails, its episode fails, because the policy would learn from a 0.
+If a reward function fails, its episode fails, because a reward of 0 would mislead the policy.
 """
 
 import functools

@@ -6,8 +6,9 @@ runs each call in a process that can be killed:
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-If the block ends well, its process serves the next block, so global variables stay. After an
-exception, a time limit or a cancellation the process is killed with its whole process group.
+If the block ends well, its process serves the next block, so global variables keep their values.
+After an exception, a time limit or a cancellation the process is killed with its whole process
+group.
 
 A call is a pickle with the function's name, so the process imports the function's module, not the
 main script. A result comes back as JSON, because an agent's pickle could run code in the trainer.

@@ -1,4 +1,4 @@
-"""Guess log pi_prox, the policy at the start of the step, without a forward pass.
+"""Guess log pi_prox without a forward pass. pi_prox is the policy at the start of the step.
 
 That pass adds a third to the work of an update. With prox_logp_method=loglinear (A-3PO, arXiv
 2512.06547) log pi_prox is interpolated between two known policies. The trainer is at version v, and
