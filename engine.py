@@ -172,7 +172,7 @@ class RemoteInfEngine:
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
-        """Return how many tokens `req` may generate. Raises EngineError (400) if there is no room."""
+        """Return how many tokens `req` may generate. Raises EngineError (400) if none."""
         n, most, limit = len(req.input_ids), req.gconfig.max_new_tokens, self.context_length
         if limit and n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"
