@@ -8,7 +8,7 @@ a run.
 The doctor adds four metrics. Two tell whether the advantages teach anything and belong to their
 groups. Two tell whether a server has missed an update: after each update every server completes the
 same prompt, the canary, and the trainer scores the answers. A step may never end, so a thread looks
-every second for a function that blocks the event loop, and for groups that are mostly rejected.
+every second for a function that blocks the event loop, and for steps whose groups are rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
 a run that waits is slow but correct. `python -m extras.doctor runs/guess/one` checks a run
@@ -62,8 +62,8 @@ class Unhealthy(RuntimeError):
 
 
 class Rule(NamedTuple):
-    """A rule fires if `measure` of the last `steps` lines is above `limit`. `text` names the cause
-    and the remedy."""
+    """A rule fires if `measure` of the last `steps` lines is NaN or above `limit`. `text` names the
+    cause and the remedy."""
 
     name: str
     steps: int
@@ -330,11 +330,11 @@ class Canary:
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
     weights they differ by rounding only, about 1e-6 nats in float32; a larger difference means that
     the weights differ. In bfloat16, rounding may hide a missed update. But then the server's answer
-    has the same bits as before, and this gives it away.
+    has the same bits as before, which gives it away.
 
     The trainer does not wait for a busy server. It scores the previous answer with the new weights.
-    One step later, when the new answer has come, it compares the log-probabilities of both, up to
-    the first token that differs.
+    One step later, when the new answer has come, it compares their scores, up to the first
+    token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -375,7 +375,7 @@ class Canary:
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
     def finish(self) -> dict[str, float]:
-        """Return metrics of the last update; {} if an answer is missing or is the first. All ranks
+        """Metrics of the last update; {} if an answer is missing or is the first. All ranks
         call this."""
         now: list[ModelResponse] = []
         if self.asked is not None:

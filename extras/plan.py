@@ -51,7 +51,6 @@ def number_bytes(actor: PPOActorConfig) -> int:
 
 
 def count_heads(shape: Any) -> tuple[int, int]:
-    """The numbers of query heads and key heads in a layer."""
     queries = shape.num_attention_heads
     return queries, getattr(shape, "num_key_value_heads", None) or queries
 
@@ -76,7 +75,10 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
-    """The bytes per token that a layer keeps for the backward pass, with `b` bytes per number."""
+    """The bytes per token that a layer keeps for the backward pass, with `b` bytes per number.
+
+    H is the hidden size, I the width of the MLP.
+    """
     # Two norms: the input in float32, the normalised input, the output.   2 (4 + 2 b) H
     # Norms of queries and keys, if there are any.                         (4 + b) (Q + K)
     # Queries, keys, values, and the output of attention.                  2 b (Q + K)
@@ -97,7 +99,7 @@ def step_bytes(
     """The bytes that a step needs beyond what a rank keeps.
 
     V is the vocabulary, H the hidden size. A layer has P parameters. Embedding and last layer
-    together have R: V H if they are tied, else 2 V H.
+    have R: V H if they are tied, else 2 V H.
     """
     b, tokens, layers = number_bytes(actor), actor.mb_tokens, shape.num_hidden_layers
     last = shape.vocab_size * shape.hidden_size  # V H

@@ -3,9 +3,9 @@
     python -m extras.replay runs/guess/one                all steps
     python -m extras.replay runs/guess/one --until 7      the first seven
 
-Two runs with one seed differ because a weight update interrupts a completion at token 57 in one
-and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's name
-and a token's position, every random number. The small server computes the same bits for a
+Two runs with one seed differ, because a weight update interrupts a completion at token 57 in
+one and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's
+name and a token's position, every random number. The small server computes the same bits for a
 completion, whatever else it computes and however often it is interrupted. A step depends only on
 weights and batch. So configuration and schedule.jsonl determine a run:
 
@@ -17,10 +17,10 @@ weights and batch. So configuration and schedule.jsonl determine a run:
     {"consume":7,"version":4}                                          step 5 trains on its group
     {"pushed":5}                                                       servers have version 5
 
-A **span** is the tokens of one version. In task 7, member 3, call 1, version 2 computed tokens 1 to
-57, and version 3 the next 63. At version 2, a replay starts the tasks that were started then, and
-waits for these 57 tokens and all others of version 2. Then it trains, pushes version 3, and goes on
-with token 58. It generates only what a step consumed, and stops at the first difference.
+A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
+tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started
+then, and waits for these and all other tokens of version 2. Then it trains, pushes version 3, and
+goes on with token 58. It generates only what a step consumed, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """

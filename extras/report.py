@@ -3,7 +3,7 @@
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
 writes the page every few steps and when the run ends, also after Ctrl-C or a failure. The page
-needs only the files of the run, so a crashed run can have one:
+needs only the files of the run, so even a crashed run has one:
 
     metrics.jsonl   the curves and the lags
     trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
@@ -133,9 +133,9 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 
 
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
-    """Return 0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight, (B, T).
+    """Return states (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight.
 
-    The states hold for the default loss (ppo.py) and the last pass over each row.
+    They hold for the default loss (ppo.py) and the last pass over each row.
     """
     prox, A = batch["prox_logp"], batch["advantages"]
     u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
@@ -196,7 +196,7 @@ def read_step(
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append a row's turns to `turns`, each with the entries of `names`. Return their positions.
 
-    The row continues another row, whose turns are at `above`. Turns that both rows share are not
+    A row may continue another, whose turns are at `above`. Turns that both rows share are not
     appended again. A turn holds what follows its parent turn: new messages, then sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]

@@ -1,6 +1,6 @@
-"""Send the metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
+"""Send metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
 
-Both have wandb's interface; a subclass may name another module. After a restart, Trackio continues
+Both have wandb's interface; a subclass may name another module. On a restart Trackio continues
 the record; wandb begins another.
 """
 

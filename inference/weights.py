@@ -85,7 +85,7 @@ def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Itera
 
 
 def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
-    """Write a Hugging Face folder, and copy the files of `source_dir` without weights."""
+    """Write a Hugging Face folder, with the files of `source_dir` that hold no weights."""
     from safetensors.torch import save_file
 
     target = Path(target).absolute()

@@ -6,7 +6,7 @@ Read config.py (every key), start.py (the parts of a run), launch.py (its proces
 
 import sys
 
-# These commands moved to extras/. For one version their names say so.
+# These moved to extras/. For one version the old names say so.
 for _name in ("chat", "episode", "doctor", "report"):
     if sys.orig_argv[1:3] == ["-m", f"run.{_name}"]:
         sys.exit(f"run.{_name} has moved: python -m extras.{_name}")

@@ -2,7 +2,7 @@
 
 Each process has its own session, so Ctrl-C reaches only train.py, which then ends the processes. A
 process ends by itself when its parent is gone, even after `kill -9`. Keys are in the environment,
-which other users cannot read; but SGLang's is on its command line.
+which other users cannot read; but SGLang's key is on its command line.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are

@@ -50,8 +50,8 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
 
-    There both have the same weights, so only rounding may differ: about 1e-6 in float32.
-    Without such tokens, or without log pi_prox, return 0.
+    Server and trainer have the same weights there, so only rounding may differ: about 1e-6 in
+    float32. Without such tokens, or without log pi_prox, return 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     apart = (batch["logprobs"] - batch.get("prox_logp", batch["logprobs"]))[fresh]
@@ -59,7 +59,7 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
 
 class Log:
-    """Writes a run's metrics and tokens, and prints one line per step. Only rank 0 has one."""
+    """Writes a run's metrics and tokens. Only rank 0 has one."""
 
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"

@@ -7,7 +7,7 @@ say how to search. Random guesses find about half of the secrets, and binary sea
 **The agent** below is an ordinary program with the unmodified OpenAI SDK. It gets a `base_url`,
 plays a game and returns the reward; it knows nothing of training, tokens or versions.
 
-**Why six numbers.** With the numbers 1 to 7, only 4 is a best first guess. But it leaves three
+**Why six numbers.** With the numbers 1 to 7, 4 is the only best first guess. But it leaves three
 possible numbers and two guesses, so the agent must then guess the middle one. Early in training the
 model has not learnt this second guess, because not every game gets there. So games that begin with
 4 earn the lowest reward, and with most seeds training ends in a local optimum with another first
