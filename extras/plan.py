@@ -10,8 +10,8 @@ each in float32. A reference model adds 4 bytes. Each of a step's three phases f
 before the next one begins, so the step adds only the largest. A server keeps the weights, and the
 keys and values of server.max_total_tokens tokens.
 
-Example: on one GPU, Qwen2.5-1.5B in bfloat16 needs 30.8 GiB. It keeps 23.0, a step with
-gradient checkpointing adds 4.8 (without it 47), and CUDA takes 3.
+Example: on one GPU, Qwen2.5-1.5B in bfloat16 needs 30.6 GiB. It keeps 23.0, a step with
+gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
 
 The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
 real layers and a real step, to 10 %. CUDA_BYTES is a guess.
