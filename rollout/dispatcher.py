@@ -3,7 +3,7 @@
 A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
 run as the staleness gate allows. `DispatchState` makes all decisions, without a clock, thread or
 lock. So the simulator can run them in virtual time, and the exploration can try every order of
-events (docs/protocol.md). `BatchTaskDispatcher` carries the decisions out in one event loop, where
+events (docs/results.md). `BatchTaskDispatcher` carries the decisions out in one event loop, where
 hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
 trainer's thread hands in work and waits.
 
