@@ -6,13 +6,16 @@ export OMP_NUM_THREADS ?= 1
 
 BUG ?=
 
-.PHONY: demo tool tour museum test test-runs test-sglang agents lint bench soak clean
+.PHONY: demo tool compare tour museum test test-runs test-sglang agents lint bench soak clean
 
 demo: $(VENV)/ready            ## train the demo, in about a minute
 	$(BIN)/python train.py
 
 tool: $(VENV)/llm              ## teach a pretrained model of 135M parameters to use a calculator
 	$(BIN)/python train.py --config tool
+
+compare: $(VENV)/llm           ## the same, synchronously and asynchronously, and a picture of both
+	$(BIN)/python bench/compare.py
 
 tour: $(VENV)/ready            ## follow one prompt group through the system
 	$(BIN)/python docs/lifecycle.py

@@ -18,11 +18,11 @@ in `canonical` form (calls/messages.py), because clients rewrite JSON.
 For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. They get
-none of the session's reward and are not trained, unless the agent rewards them by id. A call is one
-if it has no tools, no parent and no child; a pattern matches its first message; and the session has
-other calls, none of which begins with the same message.
+none of the session's reward and are not trained, unless the agent rewards them by id. Such a call
+has no tools, parent or child; a pattern matches its first message; and the session has other calls,
+which begin with another message.
 
-**Rows.** Style "individual" makes one row per turn, style "concat" one per leaf:
+**Rows.** Style "individual" makes a row for each turn, and style "concat" a row for each leaf:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -32,7 +32,7 @@ other calls, none of which begins with the same message.
 A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. A
 sampled token is trained once, with the final reward of its own turn, even if leaves share it.
 
-A turn whose messages the agent changes later is not the parent of its next call.
+If an agent changes earlier messages, its next call does not continue the turns that had them.
 """
 
 import copy
@@ -81,7 +81,7 @@ class InteractionWithTokenLogpReward:
 
     messages: list[Message]
     interaction_id: str = ""
-    tools: list[dict[str, Any]] = field(default_factory=list)  # the AgentRequest's, like the next
+    tools: list[dict[str, Any]] = field(default_factory=list)  # as in AgentRequest
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
@@ -101,7 +101,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def tokens(self) -> ModelResponse:
-        """The tokens. Raises ValueError if the call is unfinished."""
+        """Return the tokens. Raises ValueError if the call is unfinished."""
         if self.model_response is None:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
@@ -112,7 +112,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def completion(self) -> Any:
-        """The reply as an object of OpenAI's SDK, or None for a reply of another API."""
+        """Return the reply as an object of OpenAI's SDK, or None if another API made it."""
         from openai.types import chat, responses  # slow to import
 
         kinds: Any = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
@@ -120,18 +120,18 @@ class InteractionWithTokenLogpReward:
         return reply.get("object") and kinds[reply["object"]].construct(**reply)
 
     def to_lists(self) -> dict[str, Any]:
-        """The row: a list of L numbers or one number per key."""
+        """Return the row. Each key has one number, or one for each token."""
         return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
-        """The row as bool, int32 and float32 tensors, (1, L) or (1,)."""
+        """Return the row as bool, int32 and float32 tensors (1, L) or (1,)."""
         import torch  # slow to import, and the proxy needs none
 
         tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}
         return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}
 
     def export(self) -> dict[str, Any]:
-        """The dict that `read_exported` reads."""
+        """Return the dict that `read_exported` reads."""
         return {name: getattr(self, name) for name in EXPORTED} | {
             "tensors": self.to_lists(),
             "parent": self.parent and self.parent.interaction_id,
@@ -155,14 +155,14 @@ EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "rewar
 
 
 def extend(digest: int, message: Message) -> int:
-    """Add `message` to a conversation's digest, which begins as 0. Python's hash of bytes has 64
-    bits and a key for each process."""
+    """Return a conversation's digest after `message`; it begins as 0. Python's hash of bytes has
+    64 bits, and a key of its own in each process."""
     return hash((digest, canonical(message)))
 
 
 class InteractionCache(dict[str, Interaction]):
-    """{completion id: interaction} of one session, in the order of the requests. `enter` adds a
-    call; `finish` or, after a failure, `discard` ends it."""
+    """The interactions of one session by completion id, in the order of the requests. `enter` adds
+    a call; `finish` or, after a failure, `discard` ends it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class InteractionCache(dict[str, Interaction]):
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add a call, and find its parent."""
         parent, interaction.digest = self.find_parent(interaction.messages)
-        if parent:  # keep every message once
+        if parent:  # store every message once
             shared = parent.conversation
             interaction.messages = shared + interaction.messages[len(shared) :]
             interaction.turn = parent.turn + 1
@@ -181,8 +181,8 @@ class InteractionCache(dict[str, Interaction]):
         return interaction
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
-        """The finished interaction whose conversation is the longest prefix of `messages`, and
-        the digest of `messages`."""
+        """Return the finished interaction whose conversation is the longest prefix of `messages`,
+        and the digest of `messages`."""
         parent, digest = None, 0
         for message in messages:
             digest = extend(digest, message)
@@ -190,7 +190,7 @@ class InteractionCache(dict[str, Interaction]):
         return parent, digest
 
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Store a call's tokens and output. It may now be a parent, get a reward, be exported."""
+        """Store a call's tokens and output. Now it may be a parent, be rewarded and be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
@@ -206,7 +206,7 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward a finished call; None means the latest one that is no side conversation. Raises
+        """Reward a finished call; None means the latest that is not a side conversation. Raises
         Refusal if there is none."""
         if interaction_id is None:
             self.mark_side_conversations()
@@ -251,8 +251,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- export
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """The interactions that become rows: all finished ones, or with style "concat" the leaves
-        (`join_turns`). Raises Refusal for another style."""
+        """Return the interactions that become rows: all finished ones, or with style "concat" the
+        leaves (`join_turns`). Raises Refusal for another style."""
         check_style(style)
         self.mark_side_conversations()
         rows = self.finished() if style == "individual" else join_turns(self.finished())
@@ -260,14 +260,14 @@ class InteractionCache(dict[str, Interaction]):
 
 
 def is_left_out(turn: Interaction) -> bool:
-    """Whether this is a side conversation that nobody rewarded."""
+    """Return whether this is a side conversation that nobody rewarded."""
     return turn.is_side and turn.reward is None
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Copy each leaf and set `row_turns`: the turns of its row, each with whether this row trains
-    it. If several rows share a turn, the first one trains it. The copy's `parent` is the row that
-    trains the parent of its first trained turn."""
+    """Return a copy of each leaf. Its `row_turns` are pairs (turn, whether this row trains it); if
+    rows share a turn, the first one trains it. Its `parent` is the row that trains the parent of
+    the first turn that it trains."""
     joined = {turn: turn.parent for turn in finished if turn.parent and continues(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
@@ -287,18 +287,17 @@ def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
 
 
 def continues(turn: Interaction) -> bool:
-    """Whether the prompt begins with exactly the parent's tokens."""
+    """Return whether the prompt begins with exactly the parent's tokens."""
     assert turn.parent is not None
     before = turn.parent.tokens.input_tokens + turn.parent.tokens.output_tokens
     return turn.tokens.input_tokens[: len(before)] == before
 
 
 def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
-    """The row of a conversation: a list of L numbers or one number per key. The table of
-    rollout/trajectory.py explains the keys.
+    """Return the row of a conversation, as in the table of rollout/trajectory.py.
 
-    `turns` are pairs (turn, whether this row trains it). Side conversations, and turns whose
-    sampling the trainer cannot reproduce, are only context.
+    `turns` are pairs (turn, whether this row trains it). Side conversations without a reward, and
+    turns whose sampling the trainer cannot reproduce, are only context.
     """
     leaf = turns[-1][0]
     last = leaf.tokens

@@ -10,25 +10,25 @@ the weights that computed it:
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3    under the weights that sampled the token
     output_versions   3     3     3     4     4     4      the update came after token c
 
-`agenerate` builds a completion from **segments**, one POST /generate each. The pause mode says how
-an update interrupts the servers:
+`agenerate` builds a completion from **segments**: each is the answer to one POST /generate. The
+pause mode says how an update interrupts the servers:
 
-- `retract` (default): a server keeps a request's tokens but drops its KV cache. After the update it
-  recomputes the cache and goes on. The engine sees one segment, whose answer gives the version of
-  each span of tokens.
+- `retract` (default): a server keeps a request's tokens but drops their KV cache. After the update
+  it recomputes the cache and goes on. The engine sees one segment, whose answer gives the version
+  of each span of tokens.
 - `abort`: the server returns what it has. The engine sends the prompt and these tokens again, and
   the request waits at the server until the update is over.
 
 **Versions come from the answer**, because the engine's own version may change while a request runs.
-SGLang 0.5.16 to 0.5.18 reports only the version at the end of a segment, so with such a server the
-pause mode becomes `abort`, where each segment has one version.
+SGLang 0.5.16 to 0.5.18 reports only the version at the end of a segment. With such a server the
+pause mode becomes `abort`, so that each segment has one version.
 
-**Hooks** are called before and after every segment. Replay uses them to record and repeat a run
+**Hooks** run before and after every segment. Replay uses them to record and repeat a run
 (extras/replay.py).
 
 **Limits**: in mode `abort`, a stop string that begins in one segment and ends in the next is not
-found, and penalties count each segment alone. If a server fails, the request moves to the next
-server a few times before it fails.
+found, and a penalty counts only the segment's tokens. If a server fails, the engine asks the next
+one, a few times.
 """
 
 import asyncio
@@ -58,18 +58,18 @@ logger = logging.getLogger("pocket_areal.engine")
 
 
 class Hooks:
-    """Methods called around every segment. This class does nothing."""
+    """Methods that the engine calls around every segment. Here they do nothing."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have after the segment. May wait, or
-        raise EngineError to refuse."""
+        """Return how many output tokens the completion may have after the segment. This may
+        wait, or raise EngineError to refuse."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Called with the completion so far, and with the error if there was one. To ask for
-        another segment, set stop_reason to "abort"."""
+        """Receive the completion so far, and the error if there was one. To ask for another
+        segment, set stop_reason to "abort"."""
 
 
 @dataclass(eq=False)
@@ -89,10 +89,10 @@ class RemoteInfEngine:
         self._hooks = self.hooks or Hooks()
         # All that changes during a run:
         self.servers = Servers(self.addresses, self.key, self.transport)
-        self.context_length: int | None = None  # most tokens of prompt and completion
-        self.proxies: Any = None  # proxy_addr and admin_key; proxies hear of every version
-        # It starts the rollouts. Its executor gives this engine the methods submit, wait,
-        # rollout_batch and prepare_batch (rollout/executor.py).
+        self.context_length: int | None = None  # limit of prompt plus completion
+        self.proxy: Any = None  # a ProxyAddress; the proxy hears of every version
+        # Starts the rollouts. The executor (rollout/executor.py) attaches submit, wait,
+        # rollout_batch and prepare_batch to this engine.
         self.dispatcher: Any = None
         self._version = 0  # newest version that all servers have
         self._paused = False
@@ -113,7 +113,7 @@ class RemoteInfEngine:
             trains_exactly=g.trains_exactly,
         )
         while True:
-            # 2. One segment.
+            # 2. Ask for a segment.
             before, failure = response.output_len, None
             try:
                 limit = await self._hooks.before_segment(req, response)
@@ -129,15 +129,14 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. A server that aborts at once is paused: wait a moment.
+            # 4. A server that aborts at once is paused, so wait.
             if response.output_len == before:
                 await self.sleep(0.5)
 
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Get the next segment from the group's server, or from the next server if that one
-        fails."""
+        """Get the next segment from the group's server, or if it fails from the next server."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -155,7 +154,7 @@ class RemoteInfEngine:
     ) -> ModelResponse:
         """Send one POST /generate, and check the answer."""
         ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
-        # A server takes each id once. The small one serves episodes in turn: "7-3" of call "7-3.1".
+        # A server accepts each id once. The small one serves episodes in turn: "7-3" of call "7-3.1".
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest
@@ -174,7 +173,7 @@ class RemoteInfEngine:
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
-        """How many tokens `req` may generate. Raises EngineError (400) if there is no room."""
+        """Return how many tokens `req` may generate. Raises EngineError (400) if none."""
         n, most, limit = len(req.input_ids), req.gconfig.max_new_tokens, self.context_length
         if limit and n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"
@@ -216,11 +215,10 @@ class RemoteInfEngine:
         weights.send(meta, self.servers.post_all, buckets)
 
     def set_version(self, version: int) -> None:
-        """All servers have `version`: tell the proxies, and let the gate start more rollouts."""
+        """Tell the proxy that all servers have `version`, and let the gate admit more."""
         self._version = self.servers.newest = self.servers.limit = version
-        if self.proxies is not None:
-            proxies = Servers(self.proxies.proxy_addr, self.proxies.admin_key)
-            proxies.post_all("/set_version", {"version": version})
+        if self.proxy is not None:
+            Servers(*self.proxy).post_all("/set_version", {"version": version})
         if self.dispatcher is not None:
             self.dispatcher.on_new_version()
 

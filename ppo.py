@@ -5,8 +5,8 @@
     u = pi_theta / pi_prox     how far this update has moved from the policy before the step
     w = pi_prox / pi_behav     how far that policy is from the one that sampled the token
 
-Standard PPO uses one old policy for both: it clips around the policy that sampled. With stale data
-that policy is several versions old, so the clip would keep the new policy near an old one.
+Standard PPO has one old policy instead of two: it clips around the policy that sampled. With stale
+data that policy is several versions old, so the clip would keep the new policy near an old one.
 Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around the newest policy, pi_prox, and the
 weight w, which has no gradient, corrects for the policy that sampled. Where data is fresh, pi_prox
 is pi_behav, w is 1, and J is the objective of standard PPO.
@@ -17,12 +17,12 @@ With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1
 A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but the mean still counts it. For
 A < 0 the term u A has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
-The advantage of a turn is A = (R - mean) / std, with mean and std over its cell: the turns with the
-same number in all conversations of a group. All tokens of a turn get its advantage.
+The advantage of a turn with final reward R is A = (R - mean) / std, with mean and std over its
+cell: the turns with the same number in its group's conversations. All tokens of a turn get its A.
 
-The clip does not bound u, because other tokens' gradients move a clipped token, too. The cap biases
-the gradient. There is no critic. A key can name another function with the same arguments
-(extras/losses.py, extras/advantages.py).
+The clip does not bound u, because other tokens' gradients also move a clipped token. The cap
+biases the gradient. There is no critic. `actor.loss` and `actor.advantages` may name other
+functions with the same arguments (extras/losses.py, extras/advantages.py).
 
 Shapes: a batch has B rows (in staleness.py, B counts groups) and T columns, N trained turns and M
 trained tokens.
@@ -35,13 +35,13 @@ from torch import Tensor
 
 
 def log_ratio(logp: Tensor, other_logp: Tensor, mask: Tensor | bool = True) -> Tensor:
-    """log (p / q) where `mask` is set, else 0. Two probabilities of 0 have the ratio 1, not NaN."""
+    """Return logp - other_logp where `mask` is set, else 0. Two probabilities of 0 also give 0."""
     both_zero = logp.isinf() & (logp == other_logp)
     return torch.where(mask & ~both_zero, logp - other_logp, 0.0)
 
 
 def clip(u: Tensor, eps_clip: float, eps_clip_higher: float | None) -> Tensor:
-    """clip(u, 1 - eps_clip, 1 + eps_clip_higher), by default symmetric."""
+    """Return clip(u, 1 - eps_clip, 1 + eps_clip_higher)."""
     return u.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher))
 
 
@@ -64,7 +64,7 @@ def ppo_actor_loss_fn(
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Tokens outside `loss_mask` are ignored, even NaN.
     `denominator` is the number of trained tokens; a piece gets that of its whole mini-batch, so
-    that the pieces' losses add up. Only variants use `sequence_ids`, the row of each token.
+    that the pieces' losses add up. Only other losses use `sequence_ids`, the row of each token.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)
@@ -102,7 +102,7 @@ def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def find_cells(level: str, per_turn: bool, groups: Tensor, turn_ids: Tensor) -> Tensor:
-    """The index of each turn's cell, (N,). A turn is compared with the turns of its cell."""
+    """Return the index of each turn's cell, (N,): a turn is compared with its cell's turns."""
     group = groups if level == "group" else torch.zeros_like(groups)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
     return torch.unique(torch.stack([group, turn]), dim=1, return_inverse=True)[1]
@@ -151,7 +151,7 @@ def compute_advantages(
 
 
 def describe_mode(config: Any) -> str:
-    """One line that says which objective `actor`'s keys choose, and where each policy's
+    """Return a line that says which objective `actor`'s keys choose, and where each policy's
     log-probabilities come from."""
     server, forward = "the inference server", "a forward pass before the update"
     if not config.use_decoupled_loss:

@@ -1,16 +1,16 @@
-r"""The proxy answers agents like OpenAI or Anthropic, and keeps every sampled token for training.
+r"""The proxy answers agents as OpenAI or Anthropic would, and keeps sampled tokens for training.
 
-An agent needs only the URL of its session. `/v1` may be left out, and so may the id if it is the
-API key. Paths marked (admin) need the admin key:
+An agent needs only the URL of its session. `/v1` may be left out, and so may the id if the agent
+sends it as its API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
                                                 defaults of this session
     POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer one call
-    GET  /{id}/v1/models                        the only model, which answers to any name
+    GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
-    POST /export_trajectories (admin)           {session_id, discount, style}, then forget it
+    POST /export_trajectories (admin)           {session_id, discount, style}: return and forget it
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
 How a call becomes a prompt, after the model has answered "hello" with "Hi!":
@@ -19,13 +19,13 @@ How a call becomes a prompt, after the model has answered "hello" with "Hi!":
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
 1. calls/messages.py reads three messages and a temperature.
-2. calls/turn.py enters the call in the tree of cache.py, which finds the first turn as its parent.
-   It also tracks who waits for the reply, and what a retry may get.
+2. calls/turn.py enters the call in the tree of cache.py, where the first turn is its parent. It
+   also keeps track of the clients that wait for the reply.
 3. calls/prompts.py takes the tokens of the first turn as they were sampled, and renders only what
    follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
-4. engine.py gets the tokens, calls/tools.py finds calls in them, calls/replies.py writes the reply.
+4. engine.py gets the tokens, calls/tools.py finds tool calls, calls/replies.py writes the reply.
 
-The agent's parameters override the session's, and these the proxy's. If a turn used top_p or a
+An agent's parameters override its session's, which override the proxy's. If a turn used top_p or a
 penalty, training cannot reproduce its probabilities, so the loss leaves the turn out. The agent's
 mistakes get a 4xx status, but never 409 or 429, after which SDKs try again. 503 means that no
 server answers. A call during a weight update waits.
@@ -82,12 +82,12 @@ class Proxy:
     # ---- start a session
 
     def grant_capacity(self, body: Json) -> Json:
-        """Let one more session start, because the dispatcher starts an episode."""
+        """Let one more session start."""
         self.capacity += 1
         return {"capacity": self.capacity}
 
     def start_session(self, body: Json) -> Json:
-        """A start that fails does not use up the grant."""
+        """Start a session. If that fails, the grant is kept."""
         if not isinstance(task_id := body.get("task_id"), str | int):
             raise Refusal("task_id: a string is needed")
         sampling = get(body, "sampling", dict, {})
@@ -110,9 +110,9 @@ class Proxy:
         return self.sessions[session_id]
 
     def session_of(self, request: Request) -> Session:
-        """The session whose id is in the path or, without one, the API key."""
-        key = bearer(request) or request.headers.get("x-api-key")
-        return self.find(request.path_params.get("session_id") or key)
+        """Return the session whose id is in the path, or else is the API key."""
+        session_id = request.path_params.get("session_id") or bearer(request)
+        return self.find(session_id or request.headers.get("x-api-key"))
 
     # ---- answer an agent
 
@@ -130,7 +130,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises what is wrong with the call
+        await anext(frames)  # raises if the call is wrong
         return EventStream(frames)
 
     async def answer(self, turn: Turn) -> tuple[Message, ModelResponse]:
@@ -138,14 +138,14 @@ class Proxy:
         ask = turn.ask
         tools = [] if ask.tool_choice == "none" else ask.tools
         prompt = self.prompts.prompt(turn.interaction)
-        # The prompt may end with the answer's beginning: a <think>, or that of a forced call.
+        # The prompt may end with the answer's beginning: a <think>, or part of a forced call.
         begun = THINK if self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THINK) else ""
         if forced := opening(ask.tool_choice, tools, begun, self.parser):
             prompt, begun = prompt + self.prompts.encode(forced), begun + forced
         turn.form.input_len = len(prompt)
         request = self.request(turn.session, ask, prompt)
         response = await self.engine.agenerate(request)
-        # Another parser's call marks may be special tokens.
+        # Another parser's call marks may be special tokens, so these are kept.
         tokens, special = response.output_tokens, self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
         message = parse(text, tools, turn.form.suffix, self.parser)
@@ -192,7 +192,7 @@ class Proxy:
         return {"interactions": {name: row.export() for name, row in rows.items()}}
 
     def set_version(self, body: Json) -> Json:
-        """Set the trainer's version; tokens of a newer one are refused."""
+        """Set the trainer's version. Newer tokens are refused."""
         self.engine.set_version(get(body, "version", int, 0))
         return {}
 
@@ -221,7 +221,7 @@ async def error_reply(request: Request, error: Exception) -> Response:
 
 
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
-    """The web application. `options` are those of Proxy."""
+    """Return the web application. `options` are those of Proxy."""
     proxy = Proxy(engine, tokenizer, admin_key, **options)
     errors = (ValueError, EngineError, HTTPException, ClientDisconnect)
     handlers: Any = dict.fromkeys(errors, error_reply)

@@ -12,25 +12,25 @@ group and every group accepted since the run began holds one:
                         -> rejected   (gives it back; a failed group is also rejected)
 
 A dropped or withdrawn group gives its place back, too. The gate never locks: at version v the
-trainer has consumed v B groups, so if it waits for the next batch and no group runs, a place is
-free.
+trainer has consumed v B groups. If it waits for more and no group runs, fewer than B others hold
+places, so a place is free.
 
 **The gate alone bounds nothing.** If steps took the groups that finish first, a slow one would grow
-old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale` names a
-rule, which rollout/dispatcher.py follows:
+old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale` names
+the rule that rollout/dispatcher.py follows:
 
 - **wait** takes the groups that started first. *Proof:* let a group start at version s, as the p-th
   of those not rejected. All p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at
   version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py checks
   it), so its age is at most eta.
 - **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss,
-  so no step waits for a slow group. The proof holds for the end of a group as it did for its start:
-  the p-th to finish, at version s, trains at eta + s at the latest, so tokens of version s are not
-  too old. A group without such tokens is dropped.
+  so no step waits for a slow group. The proof also holds for the order of finishing: the p-th to
+  finish, at version s, trains at eta + s at the latest, so tokens of version s are not too old. A
+  group whose tokens are all too old is dropped.
 - **drop** takes those that finished first, and drops a group that is too old when its step comes.
 
-The bound presumes that every version consumes B groups and that versions never fall. Otherwise the
-age check raises StalenessError before a step trains anything too old.
+The bound presumes that every step consumes B groups and that versions never fall. Otherwise the age
+check raises StalenessError before a step trains anything too old.
 """
 
 from dataclasses import dataclass, field, replace
@@ -42,21 +42,21 @@ class VersionProvider(Protocol):
 
 
 class StalenessError(AssertionError):
-    """A group is consumed too old, or is newer than the policy."""
+    """A group is too old to be consumed, or newer than the policy."""
 
 
 @dataclass
 class RolloutStat:
-    """How many prompt groups are in each state."""
+    """The number of prompt groups in each state."""
 
     enqueued: int = 0
     running: int = 0
     accepted: int = 0  # also those already consumed
     rejected: int = 0
-    failed: int = 0  # those of the rejected that raised
+    failed: int = 0  # rejected because they raised
     dropped: int = 0  # accepted, but too old for their step
     withdrawn: int = 0  # accepted, and fetched by wait_for_task
-    failed_members: int = 0  # in groups that went on without them
+    failed_members: int = 0  # their groups went on without them
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class StalenessManager:
     _stat: RolloutStat = field(default_factory=RolloutStat, init=False)
 
     def get_capacity(self) -> int:
-        """How many groups may start now: none if the result is 0 or less.
+        """Return how many groups may start now; 0 or less means none.
 
         capacity = min(max_concurrent - running, (eta + v + 1) B - (accepted + running))
         """
@@ -80,11 +80,11 @@ class StalenessManager:
         return min(self.max_concurrent_rollouts - stat.running, free)
 
     def get_pending_limit(self) -> int:
-        """(eta + 1) B: how many prompts are kept ready to start."""
+        """Return (eta + 1) B, the number of prompts to keep ready to start."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         return replace(self._stat)
 
     def oldest_version(self) -> int:
@@ -92,7 +92,7 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Whether a group with this oldest version may be consumed now. None means no tokens.
+        """Return whether a group may be consumed now. None means that it trains no token.
 
         Raises StalenessError for a version that the trainer has not made.
         """
@@ -102,7 +102,7 @@ class StalenessManager:
         return age <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
-        """Raise StalenessError if a group of this version is too old to be consumed now."""
+        """Raise StalenessError if a group of this version is too old to consume."""
         if not self.is_fresh(head_version):
             raise StalenessError(
                 f"a group of version {head_version} is consumed at version"
@@ -117,7 +117,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """An enqueued group starts. The caller has checked get_capacity."""
+        """Start an enqueued group, as get_capacity allows."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:
@@ -137,8 +137,8 @@ class StalenessManager:
         self._stat.failed_members += count
 
     def on_version_recovered(self, version: int) -> None:
-        """Count the version * B groups that the run consumed before a restart. Otherwise the gate
-        would admit that many too many (AReaL #1388)."""
+        """Count the version * B groups that the run consumed before a restart; else the gate would
+        admit as many again (AReaL #1388)."""
         self._stat.accepted = version * self.consumer_batch_size
 
     def _move(self, source: str, target: str) -> None:

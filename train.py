@@ -24,7 +24,7 @@ makes version s. A push interrupts running generations; they go on under the new
 token keeps the version of the weights that computed it.
 
 Under torchrun all ranks run this loop on the same batch and share the work (training/actor.py).
-Only rank 0 has the rollout side. Callbacks observe a run (extras/).
+Only rank 0 runs rollouts. Callbacks observe a run (extras/).
 """
 
 import sys
@@ -83,7 +83,7 @@ def start_rollout(run: Run) -> None:
     #    It loads while the trainer does.
     [url] = run.start([plan_proxy(config, run.server_urls, run.key, run.admin_key, named)])
     proxy = ProxyAddress(url, run.admin_key)
-    engine.proxies = proxy if config.mode == "train" else None
+    engine.proxy = proxy if config.mode == "train" else None
     run.stack.callback(engine.destroy)
 
     # 3. The gate says how many prompt groups may start at the engine's version.
@@ -122,7 +122,7 @@ def start_trainer(run: Run) -> None:
 
 
 class PPOTrainer:
-    """Trains a model according to one configuration: `PPOTrainer(config).train(workflow=...)`."""
+    """Train a model according to one configuration: `PPOTrainer(config).train(workflow=...)`."""
 
     def __init__(self, config: TrainConfig, run: Run | None = None) -> None:
         self.run = run or Run(config)
@@ -174,7 +174,7 @@ class PPOTrainer:
         version, clock = step - 1, Clock()
 
         # 1. Rank 0 waits for the next B prompt groups (rollout/executor.py) and gives their rows to
-        #    all ranks. No trained token is more than eta versions old. With R rows of T tokens:
+        #    all ranks. No trained token is more than eta versions old. R rows have T tokens each:
         #        input_ids, loss_mask, versions, turn_ids      (R, T) int32
         #        logprobs: log pi_behav of every sampled token (R, T) float32
         #        rewards, group_ids                            (R,)
@@ -187,14 +187,14 @@ class PPOTrainer:
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")
 
-        # 2. log pi_prox (R, T): the policy before this step. The loss clips pi_theta / pi_prox, and
-        #    weighs each token by pi_prox / pi_behav.
+        # 2. Compute log pi_prox (R, T) of the policy before this step. The loss clips
+        #    pi_theta / pi_prox, and weighs each token by pi_prox / pi_behav.
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
-        # 3. log pi_ref (R, T). A KL penalty keeps the policy close to it.
+        # 3. Compute log pi_ref (R, T). A KL penalty keeps the policy close to pi_ref.
         if ref is not None:
             batch["ref_logp"] = ref.compute_logp(batch)
-        # 4. The advantages A (R, T): each turn's reward beside the same turn of its group.
+        # 4. Compute the advantages A (R, T) of each turn within its group.
         actor.compute_advantages(batch)
         # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
         metrics |= actor.ppo_update(batch)

@@ -14,17 +14,17 @@ failed.
 base_url. It returns the reward of its last completion, or {completion id: reward}, or None if it
 sent its rewards over HTTP. If no completion has a reward, the episode is rejected.
 
-**Where agents run.** Inline, all episodes share one event loop and one agent object. So `run` must
+**Where agents run.** In mode inline all episodes share one loop and one agent. So `run` must
 keep an episode's state in local variables, and a blocking call (time.sleep, a synchronous client)
-delays every episode. With mode subproc each episode has a process to itself while it runs, so an
+delays every episode. In mode subproc each episode has a process to itself while it runs, so an
 agent may block, but it must be picklable.
 
 **Groups.** The members of a group run at the same time, each with its own copy of the sample. If
 one of four members raises, one returns None and two make a row each, the group has two rows. If all
-raise, so does the group.
+raise, the group raises.
 
 **Seeds.** The sampling seed of a request depends only on (seed, task, member, number of the call in
-its session), unless the agent sends its own.
+its session), unless the agent sends a seed.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
 class WorkflowContext(NamedTuple):
-    """Which episode is running (Rollout Workflow, "Workflow Context")."""
+    """The running episode, as on AReaL's page "Rollout Workflow"."""
 
     is_eval: bool = False
     task_id: int | None = None
@@ -88,7 +88,7 @@ class workflow_context:
 
 
 class RolloutWorkflow:
-    """The interface (Rollout Workflow, "Interface"): override `arun_episode`, or its older form."""
+    """The interface of a workflow: override `arun_episode`, or its older form."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run one episode on one sample."""
@@ -105,7 +105,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """An episode's result, one row per interaction; `parents` are row indices, -1 for none."""
+    """Return a result with a row per interaction; `parents` are row indices, -1 for none."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -115,7 +115,7 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """The row [1, L] of a conversation whose prompts each begin with all earlier tokens. Every turn
+    """Return the row [1, L] of `turns`. Each prompt begins with all earlier tokens, and every turn
     gets `reward`."""
     calls = [Interaction([], model_response=x, reward=reward, turn=k) for k, x in enumerate(turns)]
     calls[-1].row_turns = [(call, True) for call in calls]
@@ -196,7 +196,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], None] = lambda count: None  # gets their number
+    on_failures: Callable[[int], None] = lambda count: None  # gets how many
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -215,7 +215,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return concat_padded_tensors(episodes)
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> Any:
-        """Return a member's result or exception: a SystemExit in a task would end the event
+        """Return a member's result or exception: a task that raises SystemExit would end the
         loop."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
@@ -246,7 +246,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     """Run an agent in a session of the proxy, set its rewards, and export the interactions."""
 
     agent: Any
-    proxy_addr: str | tuple[str, ...]  # each episode uses one of them
+    proxy_addr: str
     admin_key: str
     mode: str = "inline"  # or subproc
     subproc_max_workers: int = 4
@@ -269,9 +269,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
         context = _context.get()
-        urls = [self.proxy_addr] if isinstance(self.proxy_addr, str) else self.proxy_addr
-        url = urls[((context.task_id or 0) + context.sample_idx) % len(urls)]
-        where = await _rl_transport.get(), url, self.admin_key, context.name
+        where = await _rl_transport.get(), self.proxy_addr, self.admin_key, context.name
         client = OpenAIProxyClient(*where, sampling=self.sampling)
         whose = f"agent {type(self.agent).__name__} in task {context.name}"
         seconds = self.episode_timeout_seconds

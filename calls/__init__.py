@@ -1,7 +1,7 @@
 """An agent's call, from JSON to tokens and back.
 
-messages.py reads the call, turn.py answers it, prompts.py makes its tokens, tools.py finds tool
-calls in the model's output, and replies.py writes the answer. sessions.py keeps the state of an
+messages.py reads the call, turn.py answers it, prompts.py makes the prompt's tokens, tools.py finds
+tool calls in the output, and replies.py writes the reply. sessions.py keeps the state of an
 episode. Workflows reach sessions through client.py, or without a proxy process through
 extras/direct.py.
 """

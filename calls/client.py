@@ -7,7 +7,7 @@
         await client.set_last_reward(reward)
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
-An exception in the block makes the proxy forget the session, and the caller gets this exception
+An exception in the block makes the proxy forget the session. The caller gets this exception
 whatever else goes wrong. No request is repeated: if the connection is lost, the proxy and its
 sessions are gone.
 """
@@ -32,8 +32,8 @@ sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
 
 
 class OpenAIProxyClient:
-    """One session. The caller closes `transport`; `options` are more fields of the request that
-    starts the session."""
+    """A client for one session. The caller closes `transport`. `options` are more fields of the
+    request that starts it."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class OpenAIProxyClient:
     async def export_interactions(
         self, discount: float = 1.0, style: str = "individual"
     ) -> dict[str, Interaction]:
-        """The interactions with their final rewards. The proxy then forgets the session."""
+        """Return the interactions with final rewards. The proxy forgets the session."""
         wanted = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = await self._post("/export_trajectories", **wanted)
         exported = answer["interactions"]

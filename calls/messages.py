@@ -1,27 +1,27 @@
 """Bring requests of three protocols into one form.
 
 `parse` turns a JSON body into an AgentRequest, whose messages have the form that chat templates and
-the conversation tree read:
+the tree read:
 
     {"role": "assistant", "content": "Let me see.", "tool_calls":
      [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 **Three protocols, one walk.** A conversation is a list of items. An item is a message, whose
-content is a text or a list of blocks, or, in the Responses protocol, a call or a result. Each block
-or item becomes a small message, and the messages of one reply are joined. Other fields differ only
-in their names. Reasoning is not read back, because the tree has it.
+content is a text or a list of blocks. The Responses protocol also has calls and results as items.
+Each block or item becomes a small message, and those of one reply are joined. Other fields differ
+only in their names. Reasoning is not read back, because the tree has it.
 
 **Equal messages.** An agent sends the whole history with every call, and a client may write a reply
-down differently: null for "", parts for a string, other white space in a call's JSON. So the tree
-compares only `canonical`: role, text, calls (id, name, arguments as JSON) and the id of a result.
+differently: null for "", parts for a string, other white space in a call's JSON. So the tree
+compares only what `canonical` returns: role, text, calls (id, name, arguments) and a result's id.
 Other fields (name, cache marks, annotations) do not count. Changed text begins a new conversation.
 
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
-`item_reference`. The session has what the id stands for (`find`).
+`item_reference`. `find` looks the id up in the session.
 
-**Parameters** that could change the answer are used or refused, never dropped. Everything else is
-ignored. Images and files become a placeholder, because the policy reads only text.
+**Parameters** that could change the answer are used or refused; others are ignored. Images and
+files become a placeholder, because the policy reads only text.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ def _first(body: Json, paths: tuple[str, ...], kind: type) -> Any:
 
 
 def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
-    """Each object of a list, with its path."""
+    """Yield each object of a list with its path."""
     for i, raw in enumerate(get(body, name, list, [])):
         where = f"{name}[{i}]"
         yield as_object(raw, where), where
@@ -119,13 +119,13 @@ def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
 
 
 def canonical(message: Message) -> bytes:
-    """The part of a message that the conversation tree compares."""
+    """The part of a message that the tree compares."""
     compared = [message.get(key) for key in ("role", "content", "tool_calls", "tool_call_id")]
     return orjson.dumps(compared, option=orjson.OPT_SORT_KEYS)
 
 
 def with_texts(message: Message) -> Message:
-    """A copy in which the arguments of calls are text, as OpenAI writes them."""
+    """A copy in which the arguments of calls are text, as in OpenAI's API."""
     message = copy.deepcopy(message)
     for function in (call["function"] for call in message.get("tool_calls", ())):
         if not isinstance(function["arguments"], str):
@@ -140,7 +140,7 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last = messages[-1] if messages else {"role": ""}
-            # A reply is a text, then calls; blocks come in any order.
+            # Pieces of an item join. A later item joins if it is a call or the reply is empty.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":
@@ -154,7 +154,7 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """The small messages of a message's blocks, or of an item of the Responses protocol."""
+    """Yield a small message for each block or call of an item, or for the item itself."""
     role, content = item.get("role"), item.get("content") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
@@ -182,7 +182,7 @@ def _piece(block: Any, role: str, where: str) -> Message:
 
 
 def _call(raw: Any, where: str) -> Message:
-    """A call with decoded arguments; those that are not JSON stay text."""
+    """Return a call with decoded arguments. If they are not JSON, they stay text."""
     function = as_object(as_object(raw, where).get("function", raw), where)
     call_id, name = raw.get("call_id", raw.get("id")), function.get("name")
     arguments = function.get("arguments", function.get("input"))
@@ -197,7 +197,7 @@ def _call(raw: Any, where: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """One text from a string, a list of parts, or null."""
+    """Return the text of a string, a list of parts, or null."""
     text = ""
     for part in content if isinstance(content, list) else [{"text": content or ""}]:
         said = as_object(part, where).get("text", PLACEHOLDER)
@@ -243,7 +243,7 @@ def check_sampling(fields: Json, where: str) -> None:
 
 
 def _schema(form: Json) -> Json:
-    """The requested structured output as {"json_schema": text}."""
+    """The requested form of output as {"json_schema": text}."""
     if form.get("type", "text") == "text":
         return {}
     is_free = form["type"] == "json_object"
@@ -255,7 +255,7 @@ def _schema(form: Json) -> Json:
 
 
 def _tools(body: Json) -> list[Json]:
-    """The body's functions. Tools of other types, like web_search, are ignored."""
+    """The body's functions. Other tools, like web_search, are ignored."""
     tools = []
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, "function") and "input_schema" not in raw:
@@ -274,7 +274,7 @@ def _tools(body: Json) -> list[Json]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """The choice in one word. `raw` is a word, {"type": "any"}, {"type": "tool", "name": "f"}, or
+    """Return a word. `raw` is a word, {"type": "any"}, {"type": "tool", "name": "f"}, or
     {"type": "function", "function": {"name": "f"}}."""
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict):

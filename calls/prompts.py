@@ -1,6 +1,6 @@
 r"""Turn messages into prompt tokens, and output tokens into text.
 
-A later turn is never tokenised again. Its prompt is
+If the template permits, no turn is tokenised twice. The prompt of a later turn is
 
     prompt of the parent + output of the parent + tail
 
@@ -10,16 +10,16 @@ where the tail is what the chat template writes between the parent's answer and 
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-To get the tail, the template renders a stub, [user "x", assistant SENTINEL], and the new messages;
-the tail is the text after SENTINEL, without the end mark that the model has sampled already. So a
-turn costs only its new messages, and an answer stays as it was sampled, although a template might
-strip its reasoning or a blank. A whole conversation is then one sequence to train on.
+To get the tail, we render a stub, [user "x", assistant SENTINEL], and the new messages. The tail is
+the text after SENTINEL, without the end mark that the model has sampled already. So only new
+messages are tokenised, and an answer stays as it was sampled, even if the template would strip its
+reasoning or a blank. The whole conversation is then one sequence to train on.
 
-That is right only if the tail depends on nothing but the new messages. `PromptBuilder` tries the
-template with two histories. If the tails differ, every turn is rendered anew, and so is any turn
-whose tools differ from its parent's; style concat then begins a new row.
+This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tries two
+histories. If the tails differ, every prompt is rendered anew. So is the prompt of a turn whose
+tools differ from its parent's. Style concat then begins a new row.
 
-The model may work less well with a long history that its template would have shortened.
+The model may do worse with a history that its template would have shortened.
 """
 
 import contextlib
@@ -51,11 +51,11 @@ class PromptBuilder:
         return False
 
     def prompt(self, call: Interaction) -> list[int]:
-        """The prompt of a call. Raises Refusal if the template refuses the messages."""
+        """Return the prompt of a call. Raises Refusal if the template refuses the messages."""
         variables = call.template_kwargs | ({"tools": call.tools} if call.tools else {})
         parent = call.parent if self.splices else None
         if parent and (parent.tools, parent.template_kwargs) == (call.tools, call.template_kwargs):
-            with contextlib.suppress(Refusal):  # of the stub
+            with contextlib.suppress(Refusal):  # it refuses the stub
                 new = call.messages[len(parent.conversation) :]
                 return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(call.messages, variables))
@@ -93,6 +93,10 @@ class PromptBuilder:
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, text: str) -> list[int]:
+        # The Rust tokenizer takes half the time, if nobody has changed its settings.
+        rust = getattr(self._tokenizer, "backend_tokenizer", None)
+        if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
+            return rust.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -103,7 +107,7 @@ def read_text(
     opening: str = "",
     special_tokens: bool = False,
 ) -> str:
-    """The text of an answer up to its end mark or the first stop string. The text begins with
+    """Return an answer's text up to its end mark or the first stop string. It begins with
     `opening`, which is in the prompt."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]

@@ -1,9 +1,9 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply, and `stream` makes events from this body, so what an SDK
-builds from the events equals the body. No text is streamed while the model writes. If a reply takes
-long, the client gets `opening`, and then `progress` every few seconds, because clients time out on
-silence and on comments alone:
+builds from the events equals the body. No text is streamed while the model writes. A stream begins
+with `opening`. Then `progress` is sent every few seconds, because clients time out if they get
+nothing or only comments:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
@@ -11,11 +11,11 @@ silence and on comments alone:
 
 All ids of a reply have one suffix: chatcmpl-<x> has the calls call_<x>_0 and so on, resp_<x> has
 the items msg_<x> (text) and fc_<x>_0. Only chat completions show the model's reasoning; by default
-the vendors' other two protocols hide it, too.
+the vendors hide it in the other two protocols.
 
-Clients are strict: role, index, usage and created_at must be present; null keys must be absent,
-except `content` beside tool calls; Anthropic's events need an `event:` line. Annotations and counts
-of cached tokens are empty or 0.
+Clients are strict: role, index, usage and created_at must be present. Null keys must be absent,
+except `content` beside tool calls. Anthropic's events need an `event:` line. Annotations are empty,
+and cached tokens are 0.
 """
 
 import json
@@ -37,13 +37,13 @@ def error_body(status: int, message: str, code: str = "") -> Json:
 
 
 def split(message: Message) -> tuple[list[str], list[Json]]:
-    """The texts and the calls of an answer. An empty text counts only without calls."""
+    """Return an answer's texts and calls. An empty text counts only without calls."""
     text, calls = message["content"], message.get("tool_calls", [])
     return [text] if text or not calls else [], calls
 
 
 class Reply:
-    """Reads a request and writes its reply: `render` makes the body, and `opening`, `progress` and
+    """Read a request and write its reply: `render` makes the body, and `opening`, `progress` and
     `stream` make the events of a stream."""
 
     id_prefix, history, end = "", "messages", b""
@@ -222,7 +222,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def write_event(data: Json, number: int) -> bytes:
-    """A server-sent event, in ASCII, because U+2028 ends a line for some clients."""
+    """Return a server-sent event. It is ASCII, because U+2028 ends a line for some clients."""
     kind = data.get("type", "")
     numbered = {"sequence_number": number} if kind.startswith("response.") else {}
     name = f"event: {kind}\n" if kind else ""

@@ -1,9 +1,9 @@
-"""A session: the proxy's state of one episode.
+"""A session is the proxy's state of an episode.
 
     state      | meaning
     -----------+--------------------------------------------------------
     open       | takes calls
-    ended      | takes no more calls, and waits for its export
+    ended      | takes no calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
 No session expires, because the proxy ends with its trainer.
@@ -17,9 +17,9 @@ from calls.messages import Refusal
 
 
 class ProxyAddress(NamedTuple):
-    """The addresses and the key of a run's proxies."""
+    """The address of the run's proxy, and its key."""
 
-    proxy_addr: str | tuple[str, ...]
+    proxy_addr: str
     admin_key: str
 
 

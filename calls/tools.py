@@ -6,16 +6,15 @@ By default the text has the form of Qwen and Hermes:
 
 The text between the marks is a call if it is JSON, names an offered tool, and has an object as
 arguments. Everything else stays text, so the agent sees a wrong call as the model wrote it. Nothing
-is repaired. White space around the reasoning and before a call is dropped. A text without calls
-stays unchanged, because the next request repeats it.
+is repaired. White space is dropped around the reasoning, before a call and, if there are calls, at
+the end.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
-(`opening`), which are not trained, and the model writes the rest. The model may still write broken
-JSON.
+(`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
 **Other forms.** `tool_call_parser` names a "module.function". It takes (text, tools), and returns
-the text outside the calls, and the calls as {"name", "arguments"}. SGLang's parsers are such
-functions (`extras.parsers.mistral`). With such a function no call can be forced.
+the text outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such
+functions of SGLang's parsers. With such a function no call can be forced.
 """
 
 import json
@@ -38,7 +37,7 @@ def names_of(tools: Tools) -> list[str]:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """The reasoning, and the text after it."""
+    """Return the reasoning, and the text after it."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -47,7 +46,7 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
-    """The text outside the calls, and the calls."""
+    """Return the text outside the calls, and the calls."""
     pieces, calls, begin = [], [], 0
     # A call needs its end mark, so the search ends at the last one.
     for pair in PAIR.finditer(text, 0, text.rfind("</tool_call>") + len("</tool_call>")):
@@ -73,7 +72,7 @@ def read_call(body: str, tools: Tools) -> Json | None:
 
 def parse(text: str, tools: Tools, suffix: str, parser: Parser = split_calls) -> Message:
     """Turn a whole text into a message in the form of calls/messages.py. A call of a tool that is
-    not in `tools` stays text. The ids of calls have this suffix and a number."""
+    not in `tools` stays text. The ids of calls have `suffix` and a number."""
     (reasoning, rest), calls = split_thinking(text), list[Any]()
     if tools:
         try:
@@ -109,5 +108,5 @@ def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_c
 
 
 def find_parser(name: str | None) -> Parser:
-    """The parser of this name. Raises what the import raises."""
+    """Return the named parser. Raises what the import raises."""
     return split_calls if name in HERMES else import_name(name)

@@ -8,15 +8,15 @@ agent that has read a reply can continue or reward it at once.
     running    the engine fails, or the session ends          failed; leaves the tree
     running    the last client that waits hangs up            failed; the server stops generating
 
-**Retries.** A client repeats a request when the connection times out or the status is 5xx, with the
-same body. SDKs mark a retry by a header (x-stainless-retry-count); without it equal bodies are
-separate calls. A retry joins the newest call with its body: while that call runs, both get the same
-reply; if it has finished, its reply was lost and is sent again. If that call failed, nobody has
-read any of it, and the retry becomes a new call.
+**Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
+SDKs mark a retry by a header (x-stainless-retry-count). Without it, equal bodies are separate
+calls. A retry joins the newest call with its body. While that call runs, both get the same reply.
+If it has finished, its reply was lost and is sent again. If it failed, nobody has read any of it,
+and the retry becomes a new call.
 
 **Streams.** The text is sent only when the whole reply is there (calls/replies.py). Until then, the
-client gets an event every PROGRESS_SECONDS. Nothing is sent before the first, so a call refused by
-then, such as one with too long a prompt, gets an HTTP status.
+client gets an event every PROGRESS_SECONDS. Nothing is sent before the first event, so a call that
+is refused by then gets an HTTP status.
 
 If a client makes equal calls on purpose, the retry of one may get the reply of a newer one.
 """
@@ -42,8 +42,8 @@ Answer = Callable[["Turn"], Awaitable[tuple[Message, ModelResponse]]]
 
 
 class Turn:
-    """A call that is being answered. The constructor enters it in the tree and starts
-    generation."""
+    """A call that is being answered. The constructor enters it in the tree and starts to
+    generate."""
 
     def __init__(
         self, session: Session, protocol: Protocol, ask: AgentRequest, answer: Answer
@@ -95,7 +95,7 @@ class Turn:
             hangup.cancel()
             if not self.listeners and not self.task.done():
                 self.fail()
-                await asyncio.wait({self.task})  # until the server has been told
+                await asyncio.wait({self.task})  # until the server has been told to stop
 
     async def _wait(self, hangup: asyncio.Future, seconds: float | None = None) -> bool:
         """Wait until the turn is done or the client hangs up; False after `seconds`."""
@@ -104,7 +104,7 @@ class Turn:
         return bool(done)
 
     def result(self) -> Json:
-        """The reply. Raises Refusal or EngineError if there is none."""
+        """Return the reply. Raises Refusal or EngineError if there is none."""
         if self.session.ended or self.task.cancelled() or not self.task.done():
             raise Refusal("call: its session has ended, or its caller has hung up", 410)
         return self.task.result()
@@ -135,7 +135,7 @@ class Turn:
                 status = getattr(error, "status", None) or 500
                 yield written(error_body(status, str(error)))
                 if not isinstance(error, Refusal | EngineError):
-                    raise  # our own mistake belongs into the log, too
+                    raise  # our own mistake belongs in the log, too
 
 
 class EventStream(StreamingResponse):

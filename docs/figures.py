@@ -7,7 +7,8 @@
 RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.json keeps the
 numbers that were read from RUN. The figures show the following:
 
-    `front.svg` and `straddle.svg` show numbers from docs/figures.json. `timelines.svg` shows two
+    `front.svg` and `straddle.svg` show numbers from docs/figures.json, and so does `compare.svg`,
+    whose numbers bench/compare.py measures. `timelines.svg` shows two
     runs that bench/simulate.py simulates with the measured times of a finished run. `rewards.svg`
     shows rewards that the InteractionCache of cache.py computes.
 """
@@ -263,6 +264,56 @@ def draw_timelines() -> str:
     return svg(640, bottom + 20, title, [*parts, *draw_axis(bottom, scale, until)])
 
 
+def compared(fast: dict[str, Any], slow: dict[str, Any]) -> str:
+    """Say in one sentence what the asynchronous run gained."""
+    return (
+        f"asynchronous: {slow['seconds'] / fast['seconds']:.2f} times as fast, success"
+        f" {fast['success']:.2f} and {slow['success']:.2f}; the trainer waited"
+        f" {fast['waiting']:.0%} of the time instead of {slow['waiting']:.0%}"
+    )
+
+
+def draw_compare(data: dict[str, Any]) -> str:
+    """Draw the asynchronous and the synchronous run of bench/compare.py: the first steps of both on
+    one time axis, and their success over the whole time."""
+    runs = {name: data["compare"][name] for name in ("asynchronous", "synchronous")}
+    until = runs["asynchronous"]["run"]["updates"][-1][1] + 1
+    scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
+    words = compared(*runs.values())
+    parts, bottom = [text(4, 18, words.partition("; ")[0])], 26.0
+    parts += [text(4, 36, words.partition("; ")[2], "small faint")]
+    for name, one in runs.items():
+        done = sum(end <= until for _, end in one["run"]["updates"])
+        parts.append(text(4, bottom + 32, f"{name}: {done} steps in {until:.0f} s", "small"))
+        panel, bottom = draw_panel(one["run"], bottom + 42, scale, until)
+        parts += panel
+    parts += draw_axis(bottom, scale, until)
+
+    # success over the seconds of training, each point the mean of three steps
+    roof, floor = bottom + 60, bottom + 220
+    last = max(one["seconds"] for one in runs.values())
+    x = lambda s: 64 + (640 - 72 - 110) * s / last  # noqa: E731
+    y = lambda success: floor - (floor - roof) * success  # noqa: E731
+    parts.append(text(4, roof - 16, "success of the training episodes", "small"))
+    for share in (0, 0.5, 1):
+        line = f'd="M64 {y(share):.1f}H{x(last):.1f}" style="opacity: 0.35"'
+        parts += [f'<path class="line" {line}/>']
+        parts += [text(58, y(share) + 4, f"{share:g}", "small faint", "end")]
+    ticks = range(0, int(last) + 1, max(60, round(last / 5 / 60) * 60))
+    parts += [text(x(s), floor + 18, f"{s} s", "small faint", "middle") for s in ticks]
+    for name, one in runs.items():
+        curve = one["curve"]
+        near = [curve[max(0, k - 1) : k + 2] for k in range(len(curve))]
+        points = [(s, sum(v for _, v in c) / len(c)) for (s, _), c in zip(curve, near)]
+        path = "M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v in points)
+        look = "" if name == "asynchronous" else ' stroke-dasharray="5 4"'
+        parts.append(f'<path d="{path}" fill="none" stroke="#818b98" stroke-width="3"{look}/>')
+        at = y(points[-1][1]) + (4 if name == "synchronous" else -6)
+        parts.append(text(x(points[-1][0]) + 6, at, name, "small"))
+    title = "Asynchronous and synchronous training of a pretrained model on the same problems"
+    return svg(640, floor + 30, title, parts)
+
+
 def draw_straddle(data: dict[str, Any]) -> str:
     """Draw answers that weight updates interrupted. Each token is a square in the colour of its
     version."""
@@ -400,21 +451,28 @@ def draw_all() -> dict[str, str]:
         "timelines.svg": draw_timelines(),
         "straddle.svg": draw_straddle(data),
         "rewards.svg": draw_tree(),
+        **({"compare.svg": draw_compare(data)} if "compare" in data else {}),
     }
 
 
-def main(words: list[str]) -> None:
+def keep(**numbers: Any) -> None:
+    """Keep numbers in docs/figures.json, and draw all figures."""
     kept = DOCS / "figures.json"
-    data = json.loads(kept.read_text())
-    if words[:1] == ["--run"]:
-        data["run"] = read_run(Path(words[1]), 12)
-    elif words[:1] == ["--answers"]:
-        data["answers"] = read_answers(Path(words[1]), 8)
+    data = json.loads(kept.read_text()) | numbers
     kept.write_text(
         "{" + ",\n".join(f"{json.dumps(name)}: {json.dumps(data[name])}" for name in data) + "}\n"
     )
     for name, picture in draw_all().items():
         (DOCS / name).write_text(picture)
+
+
+def main(words: list[str]) -> None:
+    if words[:1] == ["--run"]:
+        keep(run=read_run(Path(words[1]), 12))
+    elif words[:1] == ["--answers"]:
+        keep(answers=read_answers(Path(words[1]), 8))
+    else:
+        keep()
 
 
 if __name__ == "__main__":

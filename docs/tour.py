@@ -4,8 +4,8 @@ The run has eta = 1, one group in a batch, four games in a group and two steps. 
 second group, on which step 2 trains.
 
 In an ordinary run the update comes at any moment. Here it always comes after the first turns of the
-second group, because PacedAgent holds groups back: the games of the first group do not end before
-those turns are done, and the later turns of the second group wait for the third group, which starts
+second group, because PacedAgent holds groups back. The games of the first group do not end before
+those turns are done. The later turns of the second group wait for the third group, which starts
 after the update. All seeds are fixed, so on one machine every tour shows the same numbers.
 """
 
@@ -26,7 +26,7 @@ KEYS = """experiment_name=tour max_steps=2 train_dataset.batch_size=1 gconfig.n_
 
 
 class PacedAgent:
-    """The demo's agent with delays: the update comes after the first turns of the second group."""
+    """Delays the demo's agent, so that the update comes after the second group's first turns."""
 
     def __init__(self, agent: Any) -> None:
         self.agent, self.arrived, self.updated = agent, asyncio.Semaphore(0), asyncio.Event()
@@ -62,7 +62,7 @@ def read_gate(executor: Any) -> dict[str, int]:
 
 
 def take_tour() -> dict[str, Any]:
-    """Train two steps. Return the states of the gate, the second group, and its longest game."""
+    """Train two steps. Return the states of the gate, the second group and its longest game."""
     with tempfile.TemporaryDirectory() as folder:
         config, _ = load([*KEYS.split(), f"fileroot={folder}"])
         agent = PacedAgent(import_name(f"{config.task}.WORKFLOW")())
@@ -77,7 +77,7 @@ def take_tour() -> dict[str, Any]:
                 trainer.train_step(step)
                 gates.append(read_gate(run.executor))
             tokenizer = run.inputs.tokenizer
-            # tensors (4, T) or (4,)
+            # all games: tensors (4, T) or (4,)
             group = load_file(config.run_dir / "tokens" / "00002.safetensors")
     turns = group["turn_ids"]
     # The longest game that found the secret.

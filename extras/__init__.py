@@ -1,7 +1,7 @@
-"""What a run can do without. The core imports no file of this folder.
+"""Optional parts of a run. The core imports one only if a key or an option asks.
 
 The key `callbacks` names classes such as extras.doctor.Doctor. A run makes each as `Class(config)`
-and calls its methods on every rank; each of them is optional:
+and calls its methods on every rank; each method is optional:
 
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
@@ -26,9 +26,9 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """The JSON objects of a file with one object a line; a trace's lines may end with a comma.
+    """Return the JSON objects of a file, one per line. In a trace, lines may end with a comma.
 
-    A line that a kill has cut is skipped. A file that is missing, or is a pipe, has no records.
+    A line that a kill has cut is skipped. A missing file or a pipe has no records.
     """
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
@@ -38,7 +38,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_config(folder: Path) -> Any:
-    """The recorded configuration as nested namespaces. An older run may lack some keys."""
+    """Return the recorded configuration as nested namespaces. An old run may lack keys."""
     path = folder / "config.yaml"
     keys = yaml.safe_load(path.read_text()) if path.is_file() else {}
     return json.loads(json.dumps(keys or {}), object_hook=lambda group: SimpleNamespace(**group))
@@ -53,5 +53,5 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with its control characters escaped, so that it cannot steer a terminal."""
+    """Return the text with control characters escaped, so that it cannot steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

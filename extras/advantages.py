@@ -1,7 +1,7 @@
-"""Variants of the advantages, as functions that `actor.advantages` names, and a filter of groups.
+"""Variants of the advantages for the key `actor.advantages`, and a filter of groups.
 
-Each changes what goes into ppo.compute_advantages, or what comes out. It calls `base`, so variants
-combine:
+Each variant changes what goes into ppo.compute_advantages, or what comes out. It calls `base`, so
+variants can be combined:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
@@ -10,7 +10,7 @@ their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two r
 and 1.5.
 
 One turn is one action: its reward comes at its last token, and cache.py has already added the
-rewards of later turns. So GAE stays within a turn, and the KL of a turn is part of its return.
+rewards of later turns. So GAE stays within a turn, and a turn's KL lowers only its own return.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,12 @@ def rloo(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """RLOO (2402.14740): the baseline is the mean of the other turns of the cell."""
+    """RLOO (2402.14740): the baseline is the mean return of the cell's other turns."""
     A = base(batch, mean_level=mean_level, per_turn=per_turn, **keys)
     rows, turn_ids, turn_of = number_turns(batch)
     cell = find_cells(mean_level, per_turn, batch["group_ids"][rows].long(), turn_ids)
     n = torch.bincount(cell)[cell]  # (N,)
-    # R_i - (sum R - R_i) / (n - 1) = n / (n - 1) * (R_i - mean R); alone in its cell, A is 0
+    # R_i - (sum R - R_i) / (n - 1) = n / (n - 1) * (R_i - mean R); A is 0 for a turn alone
     A[batch["loss_mask"] > 0] *= (n / (n - 1).clamp(min=1))[turn_of]
     return A
 
@@ -55,7 +55,7 @@ def gae(
 
 
 def with_costs(batch: Batch, costs: Tensor, base: Advantages, **keys: Any) -> Tensor:
-    """The advantages after `costs` (N,) are subtracted from the rewards of the turns."""
+    """Subtract `costs` (N,) from the turns' rewards, and return the new advantages."""
     rewards, trained = batch["turn_rewards"].clone(), batch["loss_mask"] > 0
     rewards[trained] -= costs[number_turns(batch)[2]]
     return base(batch | {"turn_rewards": rewards}, **keys)
@@ -86,7 +86,7 @@ def kl_in_reward(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """R <- R - weight * sum over the turn's tokens of the KL to the reference model, as in AReaL.
+    """R <- R - weight * the KL to the reference model, summed over the turn's tokens, as in AReaL.
     Set ref.path to that model, and leave actor.kl_ctl at 0."""
     trained = batch["loss_mask"] > 0
     kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], kind)  # (M,)
@@ -98,7 +98,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """An estimate of KL(pi || pi_ref) at each token that pi sampled (Schulman).
 
     k1 is unbiased and may be negative, k2 is biased, k3 is unbiased and never negative. We cap
-    k3 at 10: at log (pi / pi_ref) = -8 it is 2,972, so one token could invert an advantage.
+    k3 at 10. At log (pi / pi_ref) = -8 it would be 2,972, so one token could invert an advantage.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -110,7 +110,7 @@ def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
     """DAPO: a turn that was cut at its token limit might have succeeded with more tokens. So it is
-    masked in batch["loss_mask"], and leaves the loss and every baseline."""
+    masked in batch["loss_mask"], and counts in no loss and no baseline."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     batch["loss_mask"] = batch["loss_mask"].masked_fill(cut, 0)
@@ -129,8 +129,8 @@ def row_mean(
 
 
 def informative(trajectory: Batch) -> bool:
-    """DAPO's dynamic sampling, for should_accept_fn: whether the rewards of the k-th turns differ
-    for any k. If they never do, every advantage is 0."""
+    """DAPO's dynamic sampling, for should_accept_fn: accept if, for some k, the rewards of the k-th
+    turns differ. Otherwise every advantage is 0."""
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]
     return any(bool((rewards[turns == k] != rewards[turns == k][0]).any()) for k in turns.unique())

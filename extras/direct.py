@@ -1,7 +1,7 @@
 """An OpenAI client whose calls the proxy's code answers in this process.
 
-AReaL's documents call this the direct approach (Agent Workflow, "Direct Approach"). A workflow
-makes one for each episode and needs no proxy process:
+AReaL's page "Agent Workflow" calls this the direct approach. A workflow makes one client for each
+episode and needs no proxy process:
 
     client = ArealOpenAI(engine, tokenizer)
     reply = await client.chat.completions.create(model="default", messages=messages)
@@ -38,11 +38,11 @@ class ArealOpenAI(openai.AsyncOpenAI):
             http_client=openai.DefaultAsyncHttpxClient(transport=transport, timeout=None),
             max_retries=0,
         )
-        for endpoint in list[Any]([self.chat.completions, self.responses]):  # model is optional
+        for endpoint in list[Any]([self.chat.completions, self.responses]):  # `model` is optional
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
-        """A client of the same session with other options, such as a timeout."""
+        """Return a client of the same session with other options, such as a timeout."""
         plain = openai.AsyncOpenAI(
             base_url=self.base_url, api_key=self.api_key, http_client=self._client
         )

@@ -1,19 +1,19 @@
 """The doctor looks at a run after each step, and names what is wrong, why, and what to do.
 
 Each row of RULES is a rule. It measures the last lines of metrics.jsonl, and fires if the result is
-above its limit or NaN. For example, if kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps, its
-median 0.3 is above 0.2, so the rule `kl` fires and prints the cause and the remedy. A rule fires
-once a run.
+NaN or above a limit. For example, if kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps, its
+median 0.3 is above 0.2, so the rule `kl` fires: the doctor prints the cause and the remedy, once in
+a run.
 
 The doctor adds four metrics. Two tell whether the advantages teach anything and belong to their
-groups. Two tell whether a server has missed an update: every server completes the same prompt, the
-canary, after each update, and the trainer scores the answers. A step may never end, so a thread
-looks every second for a function that blocks the event loop, and for groups that are all rejected.
+groups. Two tell whether a server has missed an update: after each update every server completes the
+same prompt, the canary, and the trainer scores the answers. A step may never end, so a thread looks
+every second for a function that blocks the event loop, and for steps whose groups are rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
 a run that waits is slow but correct. `python -m extras.doctor runs/guess/one` checks a run
-afterwards; it exits with 1 if a rule fires and with 2 if there is no run. A rule whose metric is
-missing is skipped, so runs of older revisions can be checked, too.
+afterwards. It exits with 1 if a rule fires, and with 2 if there is no run. A rule whose metric is
+missing is skipped, so runs of older revisions can be checked.
 """
 
 import sys
@@ -45,10 +45,10 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}
 SOLVED = 0.9  # from this success on, advantages of 0 and a low entropy are normal
 BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
-# After this many batches of rejected groups, the doctor does not wait for the end of the step.
+# After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
-CANARY_TOKENS = 16  # in the prompt, and in an answer
-CANARY_MOVE = 1e-4  # if an update moves a score of the trainer further, it must move each server's
+CANARY_TOKENS = 16  # at most, in prompt and answer
+CANARY_MOVE = 1e-4  # if an update moves a trainer's score further, it must move each server's
 LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -62,8 +62,8 @@ class Unhealthy(RuntimeError):
 
 
 class Rule(NamedTuple):
-    """Fires if `measure(the last `steps` lines, config)` is above `limit`. `text` names the cause
-    and the remedy."""
+    """A rule fires if `measure` of the last `steps` lines is NaN or above `limit`. `text` names the
+    cause and the remedy."""
 
     name: str
     steps: int
@@ -88,14 +88,14 @@ def entropy_fall(lines: list[Record], config: Any) -> float:
 
 
 def steps_without_gradient(lines: list[Record], config: Any) -> int:
-    """Steps with a gradient of 0, or with advantages of 0 although the rewards differ."""
+    """Count steps with a gradient of 0, or advantages of 0 although the rewards differ."""
     return sum(
         m["grad_norm"] < 1e-8 or (m["no_signal_share"] == 1 and m["reward_std"] > 0) for m in lines
     )
 
 
 def steps_without_correction(lines: list[Record], config: Any) -> int:
-    """Steps that trained tokens of older versions with behaviour weights of exactly 1."""
+    """Count steps that trained older tokens with behaviour weights of exactly 1."""
     exact = [
         m["behave_weight_mean"] == m["behave_ess"] == 1 and m["staleness_mean"] > 0 for m in lines
     ]
@@ -109,7 +109,7 @@ def failed_share(lines: list[Record], config: Any) -> float:
 
 
 def is_constant(lines: list[Record], config: Any) -> bool:
-    """Whether the reward was the same in all first steps of the run."""
+    """Whether all rewards were equal in the first steps of the run."""
     first = lines[0]
     same = all(m["reward"] == first["reward"] and m["reward_std"] == 0 for m in lines)
     return first["step"] == 1 and same
@@ -332,8 +332,9 @@ class Canary:
     the weights differ. In bfloat16, rounding may hide a missed update. But then the server's answer
     has the same bits as before, which gives it away.
 
-    The trainer does not wait for a busy server. It scores the previous answer with the new weights,
-    and compares one step later, when the new answer has come, up to the first token that differs.
+    The trainer does not wait for a busy server. It scores the previous answer with the new weights.
+    One step later, when the new answer has come, it compares their scores, up to the first
+    token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -374,7 +375,7 @@ class Canary:
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
     def finish(self) -> dict[str, float]:
-        """The metrics of the last update; {} if an answer is missing or is the first. All ranks
+        """Metrics of the last update; {} if an answer is missing or is the first. All ranks
         call this."""
         now: list[ModelResponse] = []
         if self.asked is not None:
@@ -397,7 +398,7 @@ def compare(
     before: dict[Tokens, Tensor],
 ) -> tuple[Tensor, bool]:
     """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
-    weights (`scores`) and with the old ones (`before`). Returns the errors in nats (n,) of the n
+    weights (`scores`) and with the old ones (`before`). Return the errors in nats (n,) of the n
     tokens that both begin with, and whether only the trainer's numbers have changed."""
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
@@ -412,7 +413,7 @@ def compare(
 
 
 def own_frames(thread: threading.Thread, machinery: str) -> list[FrameType]:
-    """A thread's frames without libraries and the loop's own file, innermost first."""
+    """A thread's frames, innermost first, without libraries and the loop's own file."""
     foreign = (LIBRARY, "<", machinery)
     frames = traceback.walk_stack(sys._current_frames().get(thread.ident or 0))
     paths = [(frame, frame.f_code.co_filename) for frame, _ in frames]

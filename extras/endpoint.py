@@ -4,7 +4,7 @@
 
 The agent runs on every validation prompt as in training, but its base_url is that endpoint, and no
 tokens are recorded. The reward is the number that the agent returns. An episode that raises or
-returns nothing counts as rejected. No server, proxy or tokenizer is needed.
+returns None counts as rejected. No server, proxy or tokenizer is needed.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
 
 
 def main(config: TrainConfig) -> int:
-    """Print the result, and write it to eval.json in the run's folder. Raises ConfigError."""
+    """Evaluate, print the result, and write it to eval.json. Raises ConfigError."""
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
     task = importlib.import_module(config.task) if config.task else None

@@ -3,8 +3,8 @@
     python -m extras.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
 
 It starts a proxy and a small server (or uses a running one: --server URL), and calls
-`MyAgent().run(data)` as training does. Then it prints the tree of calls: each stands under the call
-that it continues, with its tokens and its final reward. `tasks.guess.WORKFLOW` needs no --data,
+`MyAgent().run(data)` as training does. Then it prints the tree of calls. Each call stands under the
+one that it continues, with its tokens and final reward. `tasks.guess.WORKFLOW` needs no --data,
 because its module has a dataset.
 
 If one conversation appears as two trees, the agent's framework has rewritten earlier messages;
@@ -55,7 +55,7 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """A message's text, then its tool calls as name(arguments)."""
+    """Return a message's text and its tool calls, as name(arguments)."""
     functions = (call["function"] for call in message.get("tool_calls", []))
     calls = [f"{each['name']}({json.dumps(each['arguments'])})" for each in functions]
     return " ".join(filter(None, [message["content"], *calls]))
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             keys |= {} if args.server else {"POCKET_AREAL_SERVER_KEY": key}
             workflow.proxy_addr = start(stack, Child("proxy", words, variables=keys))
             interactions = asyncio.run(workflow.arun_episode(None, sample))
-        except Exception as error:  # an agent may raise any
+        except Exception as error:  # whatever an agent raises
             print(f"error: {describe(error)}", file=sys.stderr)
             return code
     if interactions is None:

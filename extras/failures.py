@@ -1,8 +1,8 @@
 """Print each kind of failed episode once: `callbacks: [extras.failures.Failures]`.
 
 Without this callback, logging prints every failure with its traceback, so one mistake in an agent
-fills the screen. Two failures are of one kind if they have the same type and place. The first one
-is printed, its traceback goes to logs/failures.log, and the rest are counted:
+fills the screen. Two failures are of one kind if they have the same type and place. The first is
+printed, its traceback goes to logs/failures.log, and the others are counted:
 
     task 0 failed: OSError('no board'), in run (agent.py:7); traceback: runs/.../logs/failures.log
     failed 38 times: task 0 failed: OSError('no board'), in run (agent.py:7)
@@ -23,20 +23,20 @@ LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the traceback outside of libraries."""
+    """Return the traceback's innermost line outside of libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     return "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in ours[-1:])
 
 
 def describe(error: BaseException) -> str:
-    """The type, text and place of an exception, in one line."""
+    """Return an exception's type, text and place on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return text.encode(errors="backslashreplace").decode() + place_of(error)
 
 
 class Failures(logging.Handler):
-    """The callback: a handler of the project's logger, until the run ends."""
+    """Handles the project's log until the run ends."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(logging.WARNING)
@@ -60,7 +60,7 @@ class Failures(logging.Handler):
                     print("".join(traceback.format_exception(error)), file=file)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Print how often each failure occurred."""
+        """Print the five most frequent failures that occurred more than once."""
         logger.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

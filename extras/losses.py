@@ -1,14 +1,14 @@
-"""Variants of the loss, as functions that `actor.loss` names: `actor.loss=extras.losses.cispo`.
+"""Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
 Each changes the arguments of the loss in ppo.py and then calls it: GSPO passes another u,
-truncation another w. The loss that a variant calls is its argument `base`, so variants combine. In
-a module of your own:
+truncation another w. The loss that a variant calls is its argument `base`, so variants can be
+combined in a module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
-They solve two problems. The ratio of a single token is noisy, so `gspo` and `row_weight` take the
-ratio of a whole row. And server and trainer never agree exactly, so w is sometimes far too large or
-too small: `icepop`, `truncate` and `reject` bound the effect of such tokens. Only `reject` also
+Most solve one of two problems. The ratio of a single token is noisy, so `gspo` and `row_weight`
+take that of a whole row. Server and trainer never agree exactly, so w is sometimes far too large or
+too small; `icepop`, `truncate` and `reject` bound the effect of such tokens. Only `reject` also
 sees whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox generates the
 row 131 times as often as pi_behav.
 """
@@ -46,7 +46,7 @@ def gspo(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. The
+    """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. This
     mean is close to 1: set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     # log u = 1/n sum_t log u_t
@@ -88,7 +88,7 @@ def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
 def leave_out(
     chosen: Tensor, base: Loss, *tensors: Tensor, loss_mask: Tensor, **keys: Any
 ) -> Result:
-    """The loss without the `chosen` tokens; the mean still counts them."""
+    """The loss without the `chosen` tokens, which the mean still counts."""
     mask = loss_mask.bool()
     keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
     loss, stats = base(*tensors, mask & ~chosen, **keys)
@@ -126,9 +126,9 @@ def reject(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Leave out rows on which pi_prox and pi_behav differ too much (verl, rollout correction): the
-    geometric mean of w is outside 1/c .. c, or some token has (log w)^2 / 2 > k2 or w < veto. The
-    mean does not grow with the row, so choose c near 1, such as 1.01."""
+    """Leave out rows whose geometric mean of w is outside 1/c to c, with c = `geometric_mean`, or
+    in which a token has (log w)^2 / 2 > k2 or w < veto (verl, rollout correction). The mean stays
+    near 1 however long the row is, so choose c near 1, such as 1.01."""
     mask, keys["sequence_ids"] = loss_mask.bool(), sequence_ids
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)
@@ -149,8 +149,8 @@ def truncate(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Truncated importance sampling: a w outside floor .. cap is set to the bound. The metric
-    dropped_share counts such tokens."""
+    """Truncated importance sampling: w is clamped to floor .. cap. The metric dropped_share
+    counts the clamped tokens."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     w = log_ratio(prox, old_logp, mask).exp()
     bounded = w.clamp(floor, behave_imp_weight_cap)
@@ -170,7 +170,7 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1; the
+    """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1. The
     product ("sum") is exact, but often far from 1 in a long row."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     # log w = 1/n sum_t log w_t, or the sum itself

@@ -1,7 +1,7 @@
-"""SGLang's parsers of tool calls, such as `rollout.openai.tool_call_parser=extras.parsers.mistral`.
+"""Use SGLang's parsers of tool calls: `rollout.openai.tool_call_parser=extras.parsers.mistral`.
 
-calls/tools.py itself reads the form of Qwen and Hermes. This module has a function for every other
-name that SGLang knows.
+calls/tools.py itself reads the form of Qwen and Hermes. This module has a function for every parser
+that SGLang knows.
 """
 
 import json
@@ -11,8 +11,8 @@ Tools = list[dict[str, Any]]  # in the form of chat completions
 
 
 def __getattr__(name: str) -> Any:
-    """SGLang's parser `name` as a function of (text, tools). Raises ImportError without SGLang, and
-    ValueError for an unknown name."""
+    """Return SGLang's parser `name` as a function of (text, tools). Raises ImportError without
+    SGLang and ValueError for an unknown name."""
     if name.startswith("__"):  # Python looks these up itself
         raise AttributeError(name)
     from sglang.srt.entrypoints.openai.protocol import Tool

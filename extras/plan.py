@@ -1,17 +1,17 @@
-"""Print what a run would start and need. It takes the arguments of train.py:
+"""Print what a run would start and need. The arguments are those of train.py:
 
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
 It starts nothing, and needs neither data nor weights nor GPUs, only the config.json of the model.
 run/launch.py chooses the servers and their GPUs, as in a run; this file estimates memory and disk.
 
-A rank of the trainer keeps 16 bytes a parameter: the parameter, its gradient and two moments of
-AdamW, each in float32. A reference model adds 4 bytes a parameter. Each of a step's three phases
-frees its memory before the next one, so the step adds only the largest. A server keeps the weights,
-and the keys and values of server.max_total_tokens tokens.
+The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
+each in float32. A reference model adds 4 bytes. Each of a step's three phases frees its memory
+before the next one begins, so the step adds only the largest. A server keeps the weights, and the
+keys and values of server.max_total_tokens tokens.
 
-Example: on one GPU, Qwen2.5-1.5B in bfloat16 keeps 23.0 GiB. A step with gradient checkpointing
-adds 4.8 (without it 47), and CUDA takes 3: 30.8 GiB.
+Example: on one GPU, Qwen2.5-1.5B in bfloat16 needs 30.6 GiB. It keeps 23.0, a step with
+gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
 
 The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
 real layers and a real step, to 10 %. CUDA_BYTES is a guess.
@@ -51,13 +51,12 @@ def number_bytes(actor: PPOActorConfig) -> int:
 
 
 def count_heads(shape: Any) -> tuple[int, int]:
-    """How many heads a layer's queries have, and its keys."""
     queries = shape.num_attention_heads
     return queries, getattr(shape, "num_key_value_heads", None) or queries
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """How many numbers a layer computes per token for queries (Q), and for keys (K)."""
+    """How many numbers a layer computes per token for queries (Q) and for keys (K)."""
     queries, keys = count_heads(shape)
     width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
     return width * queries, width * keys
@@ -76,7 +75,10 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
-    """Bytes that a layer keeps per token for the backward pass, at `b` bytes a number."""
+    """The bytes per token that a layer keeps for the backward pass, with `b` bytes per number.
+
+    H is the hidden size, I the width of the MLP.
+    """
     # Two norms: the input in float32, the normalised input, the output.   2 (4 + 2 b) H
     # Norms of queries and keys, if there are any.                         (4 + b) (Q + K)
     # Queries, keys, values, and the output of attention.                  2 b (Q + K)
@@ -94,9 +96,9 @@ def step_bytes(
     device: str = "cpu",
     ranks: int = 1,
 ) -> int:
-    """Bytes that a step needs beyond what a rank keeps.
+    """The bytes that a step needs beyond what a rank keeps.
 
-    V is the vocabulary and H the hidden size. A layer has P parameters. Embedding and last layer
+    V is the vocabulary, H the hidden size. A layer has P parameters. Embedding and last layer
     have R: V H if they are tied, else 2 V H.
     """
     b, tokens, layers = number_bytes(actor), actor.mb_tokens, shape.num_hidden_layers
@@ -104,7 +106,7 @@ def step_bytes(
     root = last if shape.tie_word_embeddings else 2 * last  # R
     layer = (n - root) // layers  # P
     one = tokens * saved_bytes(shape, b, has_head_norms)
-    # With gradient checkpointing a layer keeps only its input; one layer at a time is recomputed.
+    # With gradient checkpointing a layer keeps only its input. Layers are recomputed one by one.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
     # head = b R + (4 + b) V H + saved + chunk: the last layer, its gradient in float32, what one
@@ -114,13 +116,13 @@ def step_bytes(
     # float32 copies before and after the ranks' gradients are added.
     middle = b * last + saved + (0 if is_kept else one)
     # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
-    if ranks == 1 and actor.dtype == "float32":  # FSDP shards nothing
+    if ranks == 1 and actor.dtype == "float32":  # no FSDP
         return max(head, middle + 2 * b * tokens * mlp_width(shape))
     return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
 
 
 def kept_bytes(config: TrainConfig) -> int:
-    """Bytes a parameter that the ranks together keep."""
+    """The bytes per parameter that the ranks together keep."""
     return 20 if config.actor.kl_ctl > 0 else 16
 
 
@@ -250,7 +252,7 @@ def find_shape(path: str) -> Any:
 
 
 def memory_of_each(gpus: list[str]) -> float:
-    """GiB of the smallest GPU here; without GPUs, of this machine."""
+    """GiB of the smallest GPU or, without GPUs, of this machine."""
     if not gpus:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -277,8 +279,8 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """Bytes of the saved models, of two versions for the servers, and of two checkpoints
-    (parameters and two moments): the last one, and the next while it is written."""
+    """The bytes of all saved models, of two versions for the servers, and of two checkpoints with
+    parameters and moments: the last one, and the next while it is written."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
     return (4 * models + 12 * 2 + 2 * number_bytes(config.actor)) * n
@@ -287,7 +289,7 @@ def weights_on_disk(config: TrainConfig, n: int) -> int:
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
     """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB. Return 0.
 
-    Raises ConfigError for a run that cannot work. If memory is lacking, it prints the table first.
+    Raises ConfigError for a run that cannot work. If memory is lacking, the table is printed first.
     """
     names = visible_gpus() if gpus is None else [str(k) for k in range(gpus)]
     task = importlib.import_module(config.task) if config.task else None

@@ -1,26 +1,26 @@
 """Record the schedule of a run, and repeat the run token by token and bit by bit.
 
     python -m extras.replay runs/guess/one                all steps
-    python -m extras.replay runs/guess/one --until 7      seven of them
+    python -m extras.replay runs/guess/one --until 7      the first seven
 
-Two runs with one seed differ because a weight update interrupts a completion at token 57 in one
-and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's name
-and a token's position, every random number. The small server computes the same bits for a
+Two runs with one seed differ, because a weight update interrupts a completion at token 57 in
+one and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's
+name and a token's position, every random number. The small server computes the same bits for a
 completion, whatever else it computes and however often it is interrupted. A step depends only on
 weights and batch. So configuration and schedule.jsonl determine a run:
 
-    {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     it begins after step 0
-    {"start":7,"version":2}                                            task 7, at version 2
+    {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     begins after step 0
+    {"start":7,"version":2}                                            task 7 starts at version 2
     {"call":"7-3.1","prompt":"8da1","spans":[[2,57,"2e9c"],[3,120,"f1c4"]],"stop":"stop"}
     {"call":"7-3.2","prompt":"51bb","spans":[],"failed":503}
     {"finish":7,"version":3}                                           its episodes have ended
     {"consume":7,"version":4}                                          step 5 trains on its group
     {"pushed":5}                                                       servers have version 5
 
-A **span** is the tokens of one version. In task 7, member 3, call 1, version 2 computed tokens 1 to
-57, and version 3 the next 63. At version 2, a replay starts the tasks that were started then, and
-waits for these 57 tokens and all others of version 2. Then it trains, pushes version 3, and goes on
-with token 58. It generates only what a step consumed, and stops at the first difference.
+A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
+tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started
+then, and waits for these and all other tokens of version 2. Then it trains, pushes version 3, and
+goes on with token 58. It generates only what a step consumed, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """
@@ -68,7 +68,9 @@ def digest(ids: list[int]) -> str:
 
 
 def spans_of(response: ModelResponse) -> Spans:
-    ends = {version: k + 1 for k, version in enumerate(response.output_versions)}  # they never fall
+    ends = {
+        version: k + 1 for k, version in enumerate(response.output_versions)
+    }  # versions never fall
     return [(version, end, digest(response.output_tokens[:end])) for version, end in ends.items()]
 
 
@@ -81,7 +83,7 @@ def task_of(call: str) -> int | None:
 class Schedule:
     """The facts of a schedule.jsonl, without those that a restart has cancelled.
 
-    A line "run" cancels all later steps. A line "start" cancels the earlier calls of its task.
+    A line "run" cancels the steps after its own. A line "start" cancels its task's earlier calls.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -134,7 +136,7 @@ class Schedule:
     def check(self, batch_size: int) -> int:
         """Return how many steps a replay can repeat.
 
-        Raises ValueError for steps that no run writes: a replay would wait for ever.
+        Raises ValueError for an impossible step, for which a replay would wait for ever.
         """
         steps = [self.steps.get(v, []) for v in range(min(self.version, len(self.steps) + 1))]
         seen = set[int]()
@@ -157,7 +159,7 @@ class Schedule:
 class Hooks(engine.Hooks):
     """Records the calls of training. In a replay, generates each token under its recorded version.
 
-    The trainer and all proxies append to one file. A line is one write, so lines never mix.
+    The trainer and all proxies append to one file. Each line is one write, so lines never mix.
     """
 
     def __init__(self, schedule: str, replay: str = "") -> None:
@@ -309,9 +311,7 @@ class Replay:
         # 3. Consume the recorded groups in their order.
         tasks = self.recorded.steps[version]
         groups = [executor.wait_for_task(task) for task in tasks]
-        executor.dispatcher.run(
-            self.until_generated(version)
-        )  # finds what came after the last call
+        executor.dispatcher.run(self.until_generated(version))  # finds missing and new calls
         for task, group in zip(tasks, groups):
             if group is None:
                 raise self.differs(task, "its group is rejected")

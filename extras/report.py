@@ -1,9 +1,9 @@
-"""Write report.html: a page that shows a run, or two side by side, without server and network.
+"""Write report.html, a page that shows one run, or two side by side, without server and network.
 
-`python -m extras.report runs/guess/one` writes runs/guess/one/report.html, and with a second folder
-runs/guess/other it writes runs/guess/one/beside-other.html. The callback extras.report.Report
+`python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
+runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
 writes the page every few steps and when the run ends, also after Ctrl-C or a failure. The page
-needs only the files of the run, so a crashed run has one, too:
+needs only the files of the run, so even a crashed run has one:
 
     metrics.jsonl   the curves and the lags
     trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
@@ -13,7 +13,7 @@ needs only the files of the run, so a crashed run has one, too:
 
 This module makes one JSON object of the files, and the script in report.html draws it. To stay
 small, a page shows at most MAX_TOKENS tokens of MAX_STEPS steps, so some rows of a group may be
-missing. Its rewards are complete.
+missing. All rewards are shown.
 """
 
 import json
@@ -45,13 +45,13 @@ TIME_SHARE = 0.02  # no report while reports took more than this share of the ru
 
 
 def spread(items: list, count: int) -> list:
-    """At most `count` evenly spaced items, with the first and the last."""
+    """Choose at most `count` evenly spaced items, with the first and the last."""
     last = len(items) - 1
     return [items[round(k)] for k in torch.linspace(0, last, min(count, last + 1)).tolist()]
 
 
 def clean(value: Any) -> Any:
-    """Floats with five digits. NaN and infinity become None: JSON has neither."""
+    """Round floats to five digits. NaN and infinity become None: JSON has neither."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def clean(value: Any) -> Any:
 
 
 def read_timeline(records: list[Record]) -> Record:
-    """The parts of a trace. Times are seconds since its first record.
+    """Return the parts of a trace. Times are seconds since its first record.
 
     phases: [name, begin, duration], without gaps. weights: [time, version]. groups: {task, lane,
     begin, end, used, state, versions, reward}; at `used`, a step consumed the group.
@@ -100,10 +100,10 @@ def read_timeline(records: list[Record]) -> Record:
 
 
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
-    """Sort the phases, and add one wherever more than 1 ms between 0 and `last` has none.
+    """Sort the phases, and fill each gap of more than 1 ms between 0 and `last` with a new one.
 
     It is named "start" at the beginning, "not running" around a restart, "stop" at the end, and
-    "other" between two phases. A phase that a kill has cut leaves such a gap, too.
+    "other" between two phases. A phase that a kill has cut leaves a gap, too.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -133,9 +133,9 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 
 
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
-    """0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight, (B, T).
+    """Return states (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight.
 
-    They hold for the default loss (ppo.py) and the last optimizer step on the batch.
+    They hold for the default loss (ppo.py) and the last pass over each row.
     """
     prox, A = batch["prox_logp"], batch["advantages"]
     u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
@@ -153,9 +153,9 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 def read_step(
     path: Path, keys: PPOActorConfig, budget: int, words: dict[str, str]
 ) -> Record | None:
-    """A step's groups, and its turns up to `budget` tokens; None for a damaged file.
+    """The step's groups, with turns until `budget` tokens are used up; None if the file is damaged.
 
-    The texts of the shown tokens are added to `words`.
+    The tokens' texts are added to `words`.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -196,7 +196,7 @@ def read_step(
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append a row's turns to `turns`, each with the entries of `names`. Return their positions.
 
-    The row continues another row, whose turns are at `above`. Turns that both rows have are not
+    A row may continue another, whose turns are at `above`. Turns that both rows share are not
     appended again. A turn holds what follows its parent turn: new messages, then sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
@@ -229,7 +229,7 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
-    """A run's data, with `share` of a page's tokens. Raises ValueError if it is no run's folder."""
+    """A run's data, with `share` of a page's tokens. Raises ValueError if `folder` has no run."""
     lines, trace = (read_records(folder / name) for name in ("metrics.jsonl", "trace.json"))
     files = sorted(path for path in (folder / "tokens").glob("*.safetensors") if path.is_file())
     if not (lines or trace or files):
@@ -268,16 +268,16 @@ def make_page(folders: list[Path]) -> str:
 
 
 def write_page(folders: list[Path], path: Path) -> None:
-    """Write the page to a new file and rename it to `path`, so that no half page is there."""
+    """Write the page to a new file and rename it, so that `path` never holds half a page."""
     part = path.with_suffix(".part")
     part.write_text(make_page(folders), encoding="utf-8")
     part.replace(path)
 
 
 class Report(Trace):
-    """The callback: writes the trace of the run and the page."""
+    """The callback, which writes the trace and the page."""
 
-    seconds, is_first = 0.0, False  # the time spent on reports
+    seconds, is_first = 0.0, False  # `seconds` were spent on reports
 
     def on_start(self, run: Any) -> None:
         super().on_start(run)

@@ -17,7 +17,7 @@ from inference.io_struct import ModelRequest
 
 
 class Summary:
-    """A callback."""
+    """The callback."""
 
     def __init__(self, config: Any) -> None:
         self.run: Any = None

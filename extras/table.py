@@ -1,9 +1,9 @@
-"""The live table: the last steps, how far the run is, and what it does at the moment.
+"""Show a live table: the last steps, how far the run is, and what it is doing.
 
 The table needs a terminal that can overwrite its lines; a file gets only the run's own line for
-each step. A narrow terminal shows the first columns. To save room, a counter has no column until it
-has counted something. Every SAMPLE_INTERVAL steps, one conversation of the batch is printed, to
-files as well, and once the run's first side conversation. Their control characters are escaped,
+each step. A narrow terminal shows only the first columns. To save room, a counter has no column
+until it has counted something. Every SAMPLE_INTERVAL steps one conversation of the batch is
+printed, also to a file. So is the run's first side conversation. Control characters are escaped,
 because a model wrote the text.
 """
 
@@ -45,7 +45,7 @@ SAMPLE_INTERVAL = 20
 
 
 def as_text(metrics: Record, key: str, text: str) -> str:
-    """A logp_mismatch of exactly 0 is shown as "-": no token was compared."""
+    """Format a metric. A logp_mismatch of exactly 0 becomes "-": no token was compared."""
     return "-" if key == "logp_mismatch" and not metrics[key] else text.format(metrics[key])
 
 
@@ -67,7 +67,7 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Any) -> Live:
-        """Display what `content()` returns, twice a second. One lock: two could deadlock."""
+        """Display what `content()` returns, twice a second. Two locks could deadlock."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2)
         live._lock = self._lock
         return live
@@ -121,7 +121,7 @@ class Table:
         self.phase, self.since = phase, time.monotonic()
 
     def text(self, row: int) -> str:
-        """A row of the batch on one line."""
+        """A row's text, on one line."""
         ids = self.batch["input_ids"][row][self.batch["attention_mask"][row]]
         return " ".join(self.run.inputs.tokenizer.decode(ids, skip_special_tokens=False).split())
 

@@ -1,7 +1,7 @@
-"""Send the metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
+"""Send metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
 
-Both have wandb's interface; a subclass may name another such module. A run that continues also
-continues in the tracker.
+Both have wandb's interface; a subclass may name another module. On a restart Trackio continues
+the record; wandb begins another.
 """
 
 import importlib

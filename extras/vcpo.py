@@ -2,8 +2,8 @@
 
     callbacks: [extras.vcpo.VCPO]
 
-The gradient of M tokens with weights w is as noisy as that of ESS tokens with equal weights, with
-ESS = (sum w)^2 / sum w^2. So lr <- lr * (ESS / M)^power in every optimizer step. Scaling the
+A gradient over M tokens weighted by w is as noisy as an unweighted one over
+ESS = (sum w)^2 / sum w^2 tokens. So lr <- lr * (ESS / M)^power in every optimizer step. Scaling the
 gradient instead would do nothing, because AdamW normalises it.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class VCPO:
-    """A subclass may set another power; the paper has 0.5 for AdamW."""
+    """A subclass may set another power; the paper uses 0.5 for AdamW."""
 
     power = 0.5
 

@@ -1,14 +1,14 @@
 """Read JSON from strangers, and say which field is wrong.
 
 An agent or a model may send any value, nested to any depth. `get` returns a value of the expected
-type or raises Refusal, to which the proxy answers with status 400:
+type or raises Refusal, which the proxy answers with status 400:
 
     get({"tools": 7}, "tools", list)                    -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Text that some client could not read again (NaN, half a surrogate pair, hundreds of levels of
-nesting) is refused as soon as it is read.
+Some clients cannot read NaN, half a surrogate pair or hundreds of levels of nesting, so such text
+is refused at once.
 """
 
 import functools
@@ -17,11 +17,11 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # of the 254 levels that orjson writes, these are left for what encloses a value
+ROOM = 50  # orjson writes 254 levels of nesting; these are left for what encloses a value
 
 
 class Refusal(ValueError):
-    """A mistake of the caller. The message names the field."""
+    """The caller made a mistake. The message names the field."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -29,10 +29,10 @@ class Refusal(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. As in JavaScript, 2.0 is 2, and an integer of more than 64 bits is
-    a float. Raises ValueError."""
+    """Return the value of a JSON text. As in JavaScript, 2.0 becomes 2, and an integer of more than
+    64 bits a float. Raises ValueError."""
     value = orjson.loads(text)
-    write_json(value, "JSON")  # refuses a value that is nested too deep
+    write_json(value, "JSON")  # refuses a value that is nested too deeply
     return _whole(value)
 
 
@@ -46,7 +46,7 @@ def _whole(value: Any) -> Any:
 
 
 def write_json(value: Any, name: str) -> bytes:
-    """`value` as JSON. Raises Refusal if no client could read it."""
+    """Return `value` as JSON. Raises Refusal if clients could not read it."""
     nested = functools.reduce(lambda inner, _: [inner], range(ROOM), value)
     try:
         return orjson.dumps(nested)[ROOM:-ROOM]
@@ -61,8 +61,8 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
-    """The field at a dotted path, or `default` if it is absent or null. `where` is the path of
-    `body` itself. Raises Refusal if the value is not a `kind`."""
+    """Return the field at a dotted path, or `default` if it is absent or null. `where` is the path
+    of `body` itself. Raises Refusal if the value is no `kind`."""
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
@@ -71,7 +71,7 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: str) -> Any:
-    """Import module.name. Raises what the import raises; pkgutil.resolve_name would hide an
+    """Import module.name, and raise what the import raises. pkgutil.resolve_name would hide an
     ImportError inside the module."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -11,13 +11,13 @@ version:
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
-Here version 3 computed the tokens 17 and 4, and version 4 the token 9. SGLang before 0.5.19 reports
-only `weight_version`, the version at the end of the answer. The finish reason `abort` without a
-status means that a pause interrupted the request; with a status it is an error.
+Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
+reports only `weight_version`, the version at the end of the answer. The finish reason `abort` means
+that a pause interrupted the request. If it has a status code, the request failed.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
-penalty or a grammar the server samples from another distribution, so training leaves such tokens
-out (`trains_exactly`). The names are those of AReaL's areal/api/io_struct.py.
+penalty or a grammar the server samples from another distribution, so training leaves these tokens
+out (`trains_exactly`). Names follow AReaL's areal/api/io_struct.py.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 
 class EngineError(RuntimeError):
-    """A failed request. Its status is 400 if the request is wrong and must not be repeated, 502 if
-    the answer cannot be read, 503 if no answer came."""
+    """A request failed. The status is 400 if the request is wrong and must not be repeated, 502 if
+    the answer cannot be read, and mostly 503 otherwise."""
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
@@ -48,19 +48,19 @@ class Sampling(BaseModel):
     )
 
     max_new_tokens: int = Field(512, ge=1, lt=2**31)
-    """most tokens of one answer"""
+    """most tokens in an answer"""
     temperature: float = Field(1.0, ge=0)
-    """divisor of the logits; 0: greedy"""
+    """the logits are divided by it; 0: greedy"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """only the likeliest tokens of this mass"""
+    """sample the likeliest tokens, up to this total probability"""
     top_k: int = Field(-1, ge=-1, lt=2**31)
-    """only so many of the likeliest tokens; -1: all"""
+    """sample only this many likeliest tokens; -1: all"""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """texts that end an answer"""
     stop_token_ids: list[int] = []
-    """tokens that end an answer, with the model's"""
+    """tokens that end an answer, besides the model's own"""
     frequency_penalty: Penalty = 0.0
-    """off a token's logit, each time it occurred"""
+    """lowers a token's logit each time the token occurs"""
 
 
 class GenerationHyperparameters(Sampling):
@@ -69,23 +69,23 @@ class GenerationHyperparameters(Sampling):
     n_samples: int = Field(1, ge=1)
     """episodes per prompt, the group size"""
     greedy: bool = False
-    """always the likeliest token"""
+    """always take the likeliest token"""
 
     def new(self, **changes: Any) -> Self:
-        """A copy with these fields changed."""
+        """Return a copy with these fields changed."""
         return self.model_copy(update=changes)
 
     def for_call(self, **more: Any) -> "CallParameters":
-        """The parameters of one call; `more` are fields that only a call has."""
+        """Return the parameters of one call: these, changed by `more`."""
         return CallParameters(**self.model_dump() | more)
 
     @property
     def is_greedy(self) -> bool:
-        return self.greedy or self.temperature < 1e-6  # as servers do
+        return self.greedy or self.temperature < 1e-6  # servers do the same
 
     @property
     def trains_exactly(self) -> bool:
-        """Whether the server samples from softmax(logits / temperature), as training does."""
+        """Whether the server samples from softmax(logits / temperature), as training assumes."""
         return not self.is_greedy and not SHAPING & self.model_dump(exclude_defaults=True).keys()
 
 
@@ -113,7 +113,7 @@ class ModelRequest:
 
     @property
     def affinity(self) -> str:
-        """The prompt group of the call, "7" for "7-3.1"; else its task, "7" for "7.1"; else rid."""
+        """The call's prompt group, "7" for "7-3.1" and "7.1"; without a call, rid."""
         group, _, rest = self.call.rpartition("-")
         return group or rest.partition(".")[0] or self.rid
 
@@ -122,8 +122,8 @@ class ModelRequest:
 class ModelResponse:
     """One completion.
 
-    The output lists have one entry per token, including the stop token. `abort` marks a segment
-    that a pause interrupted; a whole completion ends with stop, length or tool_calls.
+    The output lists have one entry per token, including the stop token. The stop reason `abort`
+    marks a segment that a pause interrupted; a whole completion has another one.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -143,7 +143,7 @@ class ModelResponse:
         return len(self.output_tokens)
 
     def extend(self, segment: "ModelResponse") -> None:
-        """Append the tokens of a segment, and take over its stop reason."""
+        """Append a segment's tokens. Its stop reason becomes ours."""
         self.output_tokens += segment.output_tokens
         self.output_logprobs += segment.output_logprobs
         self.output_versions += segment.output_versions
@@ -151,7 +151,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """The sampling seed of a call. A hash does not depend on the order of calls."""
+    """Return the seed of a call: a hash, so it does not depend on the order of calls."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -181,9 +181,10 @@ def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
-    Raises EngineError with status 400 if the server says that the request is wrong, 503 if it says
-    that it failed, and 502 if the answer lacks ids, logprobs or versions, or contradicts itself. A
-    server with only a part of its new weights reports "7-incomplete", which is no version.
+    Raises EngineError with status 400 if the server says that the request is wrong, 503 if the
+    server says that it failed, and 502 if the answer lacks ids, logprobs or versions, or
+    contradicts itself. A server with only a part of its new weights reports "7-incomplete", which
+    is no version.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

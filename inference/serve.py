@@ -1,8 +1,8 @@
-"""Serve a web application from a process of its own: the proxy, and the small inference server.
+"""Serve a web application, the proxy or the small inference server, from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default, and another address only with a key. It ends with its parent, whose id
-it checks every half second: a pipe would stay open in the children that an agent forks.
+binds 127.0.0.1 by default, and another address only with a key. It checks its parent's id every
+half second, to end when the parent does. A pipe would stay open in children that an agent forks.
 """
 
 import contextlib
@@ -32,15 +32,16 @@ def free_port() -> int:
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
-    """A listening socket. Raises OSError if the port is in use, or a public address has no key."""
+    """Return a listening socket. Raises OSError if the port is in use, or a public host lacks a
+    key."""
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     return socket.create_server((host, port), backlog=4096)
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files for this process and its children: the usual 1,024 are too few
-    for 1,000 requests in flight."""
+    """Raise the limit of open files for this process and its children, because 1,024 are too
+    few for 1,000 requests in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
@@ -58,8 +59,8 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
-    """Serve until a signal, or until the parent is gone."""
-    # Clients drop idle connections earlier, so no request meets a closing one.
+    """Serve until a signal comes or, if asked, the parent ends."""
+    # Clients close idle connections earlier, so no request meets a closing one.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
     )
@@ -77,14 +78,14 @@ def bearer(request: Request) -> str:
 
 
 def check_key(request: Request, key: str) -> None:
-    """Raise Refusal 401 without a bearer key, and 403 for a wrong one."""
+    """Raise Refusal with status 401 for a missing key, 403 for a wrong one."""
     given = bearer(request)
     if not secrets.compare_digest(given.encode(), key.encode()):
         raise Refusal("Authorization: `Bearer <key>` is needed", 403 if given else 401)
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body, {} for an empty one. Raises Refusal."""
+    """Return the JSON object of a body, {} if empty. Raises Refusal."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
@@ -97,7 +98,7 @@ def reply(body: Any, status: int = 200) -> Response:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The tokenizer of a model folder. torch, which takes seconds to import, is kept out. Raises
+    """Load the tokenizer of a model folder without torch, which takes seconds to import. Raises
     ValueError."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

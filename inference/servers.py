@@ -1,13 +1,13 @@
 """The inference servers of a run: choose one for a request, send to all, check versions.
 
 All conversations of a prompt group go to one server, which computes the shared prompt once.
-`rank_servers` orders the servers for a group in the same way in every process; if a server fails,
-its request goes to the next one.
+`rank_servers` gives a group the same order of servers in every process. If a server fails, its
+request goes to the next one.
 
 A server may have been restarted with its first weights, or may have missed an update. So every
-answer is checked: its tokens may not be newer than the trainer's version (`limit`), nor older than
-the newest version that this process knew when it sent the request (`newest`), because an update
-changes all servers before any continues. If an update fails half way, the servers report version
+answer is checked. No token may be newer than the trainer's version (`limit`). None may be older
+than the newest version known when the request was sent (`newest`), because an update changes all
+servers before any continues. If an update fails half way, the servers report version
 "7-incomplete", which no engine accepts.
 """
 
@@ -27,7 +27,7 @@ CONNECT_TIMEOUT = 10.0
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
-    """The servers in order of preference for `key`. Group n prefers server n mod N."""
+    """Return the N servers in order of preference for `key`. Group n prefers server n mod N."""
     number = int(key) if key.isdecimal() else zlib.crc32(key.encode())
     first = number % len(servers)
     ranking = sorted(servers)
@@ -35,7 +35,7 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 
 
 class Servers:
-    """The servers at `addresses`, with their API key. Tests may replace the network."""
+    """The servers at `addresses`, whose API key is `key`. Tests replace the network."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Servers:
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.
 
-        A list has one body per server; None is a GET. Raises EngineError with the message of every
-        server that failed. The calling thread must have no event loop.
+        A list holds one body for each server; None means GET. Raises EngineError with the message
+        of every server that failed. The calling thread must not run an event loop.
         """
         bodies = body if isinstance(body, list) else [body] * len(self.addresses)
         pairs = zip(self.addresses, bodies, strict=True)
@@ -85,8 +85,8 @@ class Servers:
         return answers
 
     def check_versions(self, url: str, versions: list[int], sent_after: int) -> None:
-        """Check the versions of a server's tokens. `sent_after` is the value of `newest` when the
-        request was sent. Raises EngineError (503)."""
+        """Check the versions of a server's tokens, and update `newest`. `sent_after` is its value
+        when the request was sent. Raises EngineError (503)."""
         if wrong := [v for v in versions if not sent_after <= v <= self.limit]:
             why = f"version {wrong[0]} instead of {sent_after} to {self.limit}: was it restarted?"
             raise EngineError(f"{url} sent {why}", 503)
@@ -94,7 +94,7 @@ class Servers:
 
 
 def run_all(calls: Iterable[Any]) -> list[Any]:
-    """Make all calls at once in a new loop, and return results and exceptions in order."""
+    """Run all calls at once in a new loop. Return results and exceptions in order."""
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=True)

@@ -1,21 +1,21 @@
 """Send new weights to running servers.
 
-`disk`: the trainer writes a Hugging Face folder and every server reads it. This needs a shared file
-system; on one machine, /dev/shm is as fast as memory. `distributed`: trainer and servers join one
-NCCL or gloo group, and the trainer broadcasts its tensors. SGLang supports this since 0.5.20.
+In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. This needs a
+shared file system; on one machine, /dev/shm is memory. In mode `distributed` trainer and servers
+join an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang 0.5.20.
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
-    label "7-incomplete"       from now on every engine refuses their tokens
+    label "7-incomplete"       from now on all engines refuse their tokens
     disk or distributed        every server loads the weights and drops its old KV cache
     label "7"                  in mode disk, the load itself sets it
     set_version(7), resume     the gate admits new groups, and the servers go on
 
 If an update fails half way, some servers have version 7 and some 6. The label stays, and the run
 ends. A folder appears under its name only when it is complete. In mode distributed each update
-makes its own group, so a server may come and go between updates. With NCCL, making the group,
-broadcasting and leaving block every rank until all do the same, so a thread sends the request to
-the servers meanwhile.
+makes its own group, so servers may come and go between updates. With NCCL, a rank that joins the
+group, broadcasts or leaves waits until all ranks do the same, so a thread sends the request to the
+servers meanwhile.
 """
 
 import shutil
@@ -63,8 +63,8 @@ def named_buckets(
     holds the whole model.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
-    bucket empties the one before. Names and shapes are those of the checkpoint files: transformers
-    fuses the experts of a mixture in memory, and a server skips names that it does not know.
+    bucket empties the one before. Names and shapes are those of the checkpoint files. In memory
+    transformers fuses the experts of a mixture, and a server would skip the fused names.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -89,7 +89,7 @@ def named_buckets(
 
 
 def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
-    """Write a Hugging Face folder. Files of `source_dir` without weights are copied."""
+    """Write a Hugging Face folder, with the files of `source_dir` that hold no weights."""
     from safetensors.torch import save_file
 
     target = Path(target).absolute()
@@ -136,7 +136,7 @@ def label(post_all: PostAll, version: str, abort: bool = False) -> None:
 def update_from_distributed(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
 ) -> None:
-    """Broadcast in a group of this process (rank 0) and every GPU of every server."""
+    """Broadcast in a group of this process (rank 0) and all GPUs of the servers."""
     import torch
 
     sizes = [info["tp_size"] for info in post_all("/server_info")]
@@ -187,8 +187,8 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a process group other than torch's default one. Rank 0 listens at address and port.
 
-    The keys of the store get the three prefixes that torch.distributed gives them in SGLang, so
-    both find each other.
+    The store's keys get the three prefixes that torch.distributed gives them in SGLang, so that
+    trainer and servers meet.
     """
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""JSON over HTTP, cheap enough for hundreds of requests at once.
+"""Send JSON over HTTP, cheaply enough for hundreds of requests at once.
 
-Every request in flight has its own connection, and idle connections stay open for a moment. httpx
-sends through aiohttp, whose parser is written in C.
+Every request in flight has its own connection, and idle ones stay open for a moment. httpx sends
+through aiohttp, whose parser is written in C.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from httpx_aiohttp import AiohttpTransport
 
 from inference.io_struct import EngineError
 
-KEEPALIVE = 4.0  # uvicorn closes idle connections after 5 s, so we are first
+KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
 
 T = TypeVar("T", bound=Any)
 
 
 def read_answer(url: str, response: httpx.Response) -> dict[str, Any]:
-    """The parsed body of a good answer. Raises EngineError with the server's own message."""
+    """Return the parsed body of a good answer. Raises EngineError with the server's message."""
     try:
         body = orjson.loads(response.content or b"{}") or {}  # SGLang may answer null
     except ValueError:
@@ -39,7 +39,7 @@ def many_connections(http: Any = httpx) -> dict[str, Any]:
     return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)}
 
 
-# Without the cache every call to the servers would read the certificates for 40 ms.
+# Without the cache every new client would spend 40 ms on the certificates.
 ssl_context = functools.cache(httpx.create_ssl_context)
 
 
@@ -48,7 +48,7 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, made by its first `get` and closed when the loop ends."""
+    """One object for each event loop. The first `get` makes it, the loop's end closes it."""
 
     def __init__(
         self,

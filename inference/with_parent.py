@@ -1,8 +1,8 @@
-"""`python -m inference.with_parent COMMAND ...` runs a command that ends with us.
+"""`python -m inference.with_parent COMMAND ...` runs a command that ends with our parent.
 
 SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM.
-Once it has ended, or after three seconds, its whole process group gets SIGKILL, so start this in
-its own session.
+When it has ended, or after three seconds, our process group gets SIGKILL, so start this in its own
+session.
 """
 
 import os
@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
     follow_parent(end)
     code = child.wait()
     if ending.is_set():
-        os.killpg(0, signal.SIGKILL)  # its workers
+        os.killpg(0, signal.SIGKILL)  # the workers
     return code if code >= 0 else 128 - code
 
 

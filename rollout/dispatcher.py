@@ -1,25 +1,25 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
 A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
-run as the staleness gate allows. `DispatchState` makes all decisions, in methods without clock,
-thread or lock. So the simulator can run them in virtual time, and the exploration can try every
-order of events (docs/protocol.md). `BatchTaskDispatcher` carries the decisions out in one event
-loop, where hundreds of episodes wait for tokens at the same time. Only this loop changes the state,
-so there is no lock; the trainer's thread hands in work and waits.
+run as the staleness gate allows. `DispatchState` makes all decisions, without a clock, thread or
+lock. So the simulator can run them in virtual time, and the exploration can try every order of
+events (docs/results.md). `BatchTaskDispatcher` carries the decisions out in one event loop, where
+hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
+trainer's thread hands in work and waits.
 
-The write-up has a producer and a consumer thread that poll. Here, events replace them: when the
-gate may have opened, `_produce` starts tasks; when a task ends, `_run` records how.
+AReaL polls in a producer and a consumer thread. Here, `_produce` starts tasks when the gate may
+have opened, and `_run` records how a task ended.
 
 rollout.stale chooses the groups of a batch. `wait` takes the B unconsumed groups that started
 first, so one slow group delays its batch. `mask` and `drop` take those that finished first; `mask`
-leaves out tokens that are too old, and `drop` whole groups. No trained token is ever more than eta
-versions old: staleness.py has the proof, and `take` checks it.
+leaves out tokens that are too old, and `drop` leaves out whole groups. No trained token is more
+than eta versions old: staleness.py has the proof, and `take` checks it.
 
 If a task returns None or raises, it is rejected and another one is drawn. The run stops after
 `max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From
 then on, every call raises the reason.
 
-What wait_for_task returns belongs to no batch, and its age is not checked.
+A result of wait_for_task belongs to no batch, and its age is not checked.
 """
 
 import asyncio
@@ -43,21 +43,21 @@ class DispatchState:
     manager: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version in a result
     stale: str = "wait"  # wait, mask or drop
-    # for mask: removes a result's tokens older than a version; None if nothing is left
+    # for mask: leaves tokens older than a version untrained; None if nothing is left
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
-    max_failures: int = 0  # 0: max(8, 2 B)
+    max_failures: int = 0  # 0 means max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None
 
     pending: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # submitted tasks
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    errors: list[BaseException] = field(default_factory=list)  # of the latest tasks
+    errors: list[BaseException] = field(default_factory=list)  # raised by the latest tasks in a row
 
     # ---- questions
 
     def may_start(self) -> int:
-        """How many tasks may start now: none if the result is 0 or less."""
+        """How many tasks may start now; 0 or less means none."""
         return 0 if self.paused else self.manager.get_capacity()
 
     def in_flight(self) -> set[int]:
@@ -65,14 +65,14 @@ class DispatchState:
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
-        """The `count` groups to consume next, by task id; {} if one of them is not finished."""
+        """The `count` groups to consume next, by task id, or {} if one is unfinished."""
         finished = ((i, data) for i, data in self.order.items() if data is not None)
         chosen = self.order.items() if self.stale == "wait" else finished
         batch = {i: data for i, data in islice(chosen, count) if data is not None}
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """What a step may train of a finished group, or None."""
+        """The part of a finished group that a step may train, or None."""
         if self.stale == "mask":
             return self.without_older(data, self.manager.oldest_version())
         fresh = self.stale == "wait" or self.manager.is_fresh(self.head_version(data))
@@ -87,7 +87,7 @@ class DispatchState:
         self.trace("submit", task.task_id)
 
     def start(self) -> list[Any]:
-        """The tasks that start now, oldest first."""
+        """Start as many tasks as the gate admits, oldest first, and return them."""
         count = min(self.may_start(), len(self.pending))
         started = [self.pending.popitem(last=False)[1] for _ in range(count)]
         for task in started:
@@ -97,7 +97,7 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended: accepted with data, else rejected; with an error, also failed.
+        """Record that a task ended. Without data it is rejected, and with an error also failed.
         Raises RuntimeError after too many failures or rejections.
         """
         self.trace("finish", task_id)
@@ -128,10 +128,10 @@ class DispatchState:
             )
 
     def take(self, count: int) -> list[Any]:
-        """Consume the next `count` groups, or return [] if one of them is not finished.
+        """Consume the next `count` groups, or return [] if one of them is unfinished.
 
-        Groups or tokens that are too old are dropped or masked. Raises StalenessError, and consumes
-        nothing, if a group still exceeds the bound.
+        Groups or tokens that are too old are left out. If a group still exceeds the bound, this
+        raises StalenessError and consumes nothing.
         """
         while batch := {i: self.trainable(data) for i, data in self.next_groups(count).items()}:
             if not (too_old := [i for i, data in batch.items() if data is None]):
@@ -148,7 +148,7 @@ class DispatchState:
         return [*batch.values()]
 
     def take_task(self, task_id: int) -> list[Any]:
-        """[result] of a finished task, [None] of a rejected one, [] while it runs.
+        """Return [result] of a finished task, [None] of a rejected one, [] of others.
 
         Each result is returned once. Raises KeyError for an unknown id.
         """
@@ -162,10 +162,10 @@ class DispatchState:
 
 
 class BatchTaskDispatcher:
-    """Runs submitted tasks in its loop, and returns results that are not too old.
+    """Run tasks in an event loop, and return results that are not too old.
 
     `task_factory(task)` makes the coroutine of a task, which returns a prompt group, or None to
-    reject it. The trainer's thread calls the methods.
+    reject the task. The trainer's thread calls the methods.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class BatchTaskDispatcher:
     def wait_results(self, count: int, timeout: float | None = None) -> list[Any]:
         """Wait for the next `count` results, in the order of `next_groups`.
 
-        Raises TimeoutError or StalenessError, and then consumes nothing.
+        If this raises TimeoutError or StalenessError, nothing is consumed.
         """
         return self._wait(lambda: self.state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
-        """Wait for one task: its result, or None if it was rejected.
+        """Wait for a task. Return its result, or None if it was rejected.
 
         The task then belongs to no batch, and its place at the gate is free. Raises TimeoutError,
         and KeyError for an unknown id.
@@ -223,7 +223,7 @@ class BatchTaskDispatcher:
         self.change(setattr, self.state, "paused", False)
 
     def on_new_version(self) -> None:
-        """The version has grown, so the gate may admit more."""
+        """Start what the gate admits at the new version."""
         self.change(self.state.may_start)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -234,7 +234,7 @@ class BatchTaskDispatcher:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` in the loop and wait for its result; Ctrl-C ends the wait.
 
-        After `fail` it raises the reason, even if an episode blocks the loop.
+        After `fail` this raises the reason, even if an episode blocks the loop.
         """
         if self.stopped.done():
             work.close()
@@ -297,7 +297,7 @@ class BatchTaskDispatcher:
             data = await self.task_factory(task)
         except BaseException as raised:  # also the SystemExit of an agent
             error = raised
-        if self.stopped.done():  # this task was cancelled, and stays open
+        if self.stopped.done():  # this task was cancelled, and stays unfinished
             return
         try:
             self.state.finish(task.task_id, data, error)

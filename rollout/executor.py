@@ -13,12 +13,12 @@ are completed (trajectory.py), shown to should_accept_fn, and written as text to
 If a workflow returns None or raises, its sample is rejected and another one is drawn. A sample
 keeps the workflow and the arguments of the call that drew it.
 
-**A restart** draws the data again from their start, and skips closed positions: those consumed or
+**A restart** draws the samples again from the first, and skips closed positions: those consumed or
 rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint holds
 {"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
 
-After a restart the positions are wrong if the run used two dataloaders or `submit`, which also
-takes an id. rollout_batch does not return if other groups fill the gate.
+After a restart the positions are wrong if the run used two dataloaders, or `submit`, which takes
+an id, too. rollout_batch does not return if other groups fill the gate.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class RolloutTask(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class WorkflowExecutor:
-    """The rollout methods; the executor attaches them to the engine.
+    """Attach the rollout methods to the engine.
 
     They take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is the
     number of episodes per prompt, by default gconfig.n_samples.
@@ -86,7 +86,7 @@ class WorkflowExecutor:
         self.wait_for_task = self.dispatcher.wait_for_task
         self._next_id = 0
         self._closed = set[int]()  # positions that were closed before a restart
-        self._streams: dict[Any, Iterator[Sample]] = {}  # samples of each dataloader
+        self._streams: dict[Any, Iterator[Sample]] = {}  # endless samples of each dataloader
         self.engine.dispatcher = self.dispatcher
         for method in ROLLOUT_METHODS:
             setattr(self.engine, method, getattr(self, method))
@@ -113,7 +113,7 @@ class WorkflowExecutor:
         return task.task_id
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
-        """The next `count` accepted groups as one batch. Raises TimeoutError."""
+        """Return the next `count` accepted groups as one batch. Raises TimeoutError."""
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def rollout_batch(
@@ -148,8 +148,8 @@ class WorkflowExecutor:
         return trajectory.concat_padded_tensors(groups)
 
     def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
-        """Run one episode per sample, and return its result, or None if it is rejected or fails. No
-        step trains on these episodes, so the gate does not count them. Agents sample with
+        """Run one episode per sample, and return the results, with None for a rejected or failed
+        one. No step trains on these episodes, so the gate does not count them. Agents sample with
         `eval_gconfig`.
         """
         sampling = (self.eval_gconfig or self.gconfig).new(n_samples=1).model_dump()
@@ -173,7 +173,7 @@ class WorkflowExecutor:
         return self._next_id - 1
 
     def _draw(self, dataloader: Any) -> Iterator[tuple[int, Sample]]:
-        """The samples to run, epoch after epoch, each with its position."""
+        """Yield the samples to run, epoch after epoch, with their positions."""
         for sample in self._streams.setdefault(dataloader, cycle(dataloader)):
             task_id = self._new_id()
             if task_id not in self._closed:
@@ -199,7 +199,7 @@ class WorkflowExecutor:
     # ---- restarts
 
     def state_dict(self) -> dict[str, Any]:
-        """The closed positions, for a checkpoint."""
+        """Return the closed positions for a checkpoint."""
         closed = {*range(self._next_id)} - self.dispatcher.in_flight()
         return {"closed": sorted(closed | self._closed)}
 
@@ -241,7 +241,7 @@ class WorkflowExecutor:
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """The samples, epoch after epoch. Raises ValueError if an epoch has none."""
+    """Yield samples, epoch after epoch. Raises ValueError if an epoch has none."""
     while True:
         batch = None
         for batch in dataloader:

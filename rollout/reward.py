@@ -1,10 +1,10 @@
-"""Rewards are finite numbers, and computing one delays no other episode.
+"""A reward is a finite number, and computing it delays no other episode.
 
-All episodes share one event loop, so no agent goes on while a reward is computed there. Therefore
-AsyncRewardWrapper runs a plain function in a process (workers.py), and kills it at the time limit,
-which counts from when the process takes the call. A coroutine function runs in the loop.
+All episodes share one event loop: no agent goes on while a reward is computed there. So
+AsyncRewardWrapper runs a plain function in a process (workers.py), which it kills at the time
+limit. The time counts from when the process takes the call. A coroutine function runs in the loop.
 
-If a reward fails or takes too long, its episode fails, because the policy would learn from a 0.
+If a reward function fails, its episode fails, because a reward of 0 would mislead the policy.
 """
 
 import functools
@@ -29,8 +29,8 @@ class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids,
     completion_ids, **data)`.
 
-    A coroutine function's exception is raised as it is, a plain function's as RuntimeError, and a
-    time limit as TimeoutError. Another process must be able to import a plain function.
+    A coroutine function's exception is raised as it is, and a plain function's as RuntimeError. The
+    time limit raises TimeoutError. A process must be able to import a plain function.
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:

@@ -12,17 +12,17 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. Nothing 
 | versions | int32 [B, L] | policy version that computed the token; -1 if none did | -1 |
 | turn_ids | int32 [B, L] | number of the token's turn (0, 1, ...); -1 outside of turns | -1 |
 | turn_rewards | float32 [B, L] | final, discounted reward of the token's turn; 0 outside | 0 |
-| temperatures | float32 [B, L] | temperature at which it was sampled; 1 outside of turns | 1 |
+| temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside | 1 |
 | rewards | float32 [B] | final reward of the row's last turn | |
 | truncated | int32 [B] | 1 = the last turn reached its token limit | |
-| side_conversations | int32 [B] | 1 = not trained on (cache.py) | |
+| side_conversations | int32 [B] | 1 = untrained side conversation (cache.py) | |
 | masked | int32 [B] | tokens left out of the loss because they are too old (staleness.py) | |
 | parents | int32 [B] | row, within the task, that this row continues; -1 = none | |
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 
 A workflow returns at least input_ids and attention_mask; `complete` adds the rest. Without
-loss_mask nothing trains; without turn_ids a row is one turn.
+loss_mask nothing trains. Without turn_ids, a row's trained tokens are one turn.
 """
 
 import json
@@ -63,18 +63,18 @@ Trajectory = dict[str, Tensor]
 
 
 def version_span(traj: Trajectory, tokens: Tensor) -> tuple[int | None, int | None]:
-    """The oldest and the newest version of the tokens in a mask (B, L); None for an empty mask."""
+    """Return the oldest and the newest version of the tokens in a mask (B, L), or None twice."""
     versions = traj["versions"][tokens].tolist()
     return min(versions, default=None), max(versions, default=None)
 
 
 def generated(traj: Trajectory) -> Tensor:
-    """A mask (B, L) of the tokens that the policy sampled, trained or not."""
+    """Return a mask (B, L) of the tokens that the policy sampled, trained or not."""
     return traj["turn_ids"] >= 0
 
 
 def head_version(traj: Trajectory) -> int | None:
-    """The oldest version among the trained tokens, None if there are none."""
+    """Return the oldest version of a trained token, or None if there is none."""
     return version_span(traj, traj["loss_mask"] > 0)[0]
 
 
@@ -107,7 +107,7 @@ def check_trajectory_format(traj: Any) -> None:
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Add every missing key of the table, and give the others the table's dtype. Without
-    `versions`, generated tokens get `version`: the episode started there, so none is older.
+    `versions`, sampled tokens get `version`, at which the episode started: none is older.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
@@ -125,8 +125,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. If a key's tensor has no L in some trajectory, the key's
-    tensors are only stacked. Raises ValueError if there is no trajectory, or if their keys differ.
+    Tensors [B, L, ...] are padded along L. A key whose tensor has no L in some trajectory is only
+    stacked. Raises ValueError if there is no trajectory, or if their keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")
@@ -147,8 +147,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """One record per row (AReaL's Rollout Workflow, "Trajectory Dumping"). The completion begins
-    with the first generated token, and includes the text between turns."""
+    """Yield each row's record (AReaL's page "Rollout Workflow"). The completion begins with the
+    first generated token, and includes the text between turns."""
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
         ids = row["input_ids"][row["attention_mask"]].tolist()

@@ -3,16 +3,17 @@
 Such code may compute for minutes, hang or crash, and all episodes share one event loop. So a pool
 runs each call in a process that can be killed:
 
-    async with pool.worker() as call:                       at most so many at once; others wait
+    async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-If the block ends well, its process serves the next block, so global variables stay. After an
-exception, a time limit or a cancellation the process is killed with its whole process group.
+If the block ends well, its process serves the next block, so global variables keep their values.
+After an exception, a time limit or a cancellation the process is killed with its whole process
+group.
 
 A call is a pickle with the function's name, so the process imports the function's module, not the
-main script. A result comes back as JSON, because a pickle from an agent could run code in the
-trainer. What the code prints, and the traceback of what it raises, go to the run's standard error.
-Processes end with the trainer, and get none of its keys.
+main script. A result comes back as JSON, because an agent's pickle could run code in the trainer.
+What the code prints, and the traceback of what it raises, go to the run's standard error. Processes
+end with the trainer, and get none of its keys.
 
 A process that left the group (setsid) is not killed. A coroutine that ignores its cancellation does
 not end. Windows is not supported.
@@ -60,8 +61,8 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The result of `function(*args, **kwargs)`. Raises RuntimeError with the type and text of
-        the function's exception, or if the process has ended."""
+        """Return `function(*args, **kwargs)`. Raises RuntimeError with the type and text of the
+        function's exception, or if the process has ended."""
         call, loop = pickle.dumps((function, args, kwargs)), asyncio.get_running_loop()
         if not (answer := await loop.run_in_executor(self._thread, self._exchange, call)):
             code, name = self.process.wait(), getattr(function, "__qualname__", function)
@@ -80,14 +81,14 @@ class Worker:
 
     def kill(self) -> None:
         """End the process and its group."""
-        with suppress(ProcessLookupError, PermissionError):  # an empty group, on Linux and macOS
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty (Linux, macOS)
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
             self._thread.shutdown()
 
 
 class WorkerPool:
-    """At most `size` processes for one event loop, started when they are needed."""
+    """At most `size` processes for one event loop. They start when they are needed."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
@@ -117,7 +118,7 @@ def serve() -> None:
     """Run calls until the trainer is gone."""
     parent, calls, answers = os.getppid(), os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the user's code prints is no answer
+    os.dup2(2, 1)  # what the user's code prints must not be an answer
 
     def follow_trainer() -> None:
         while os.getppid() == parent:

@@ -1,9 +1,9 @@
-"""Checkpoints, from which a killed run goes on.
+"""Save and load the checkpoints of a run.
 
-recover/step00040 holds model, optimizer and the position in the data: which prompts steps 1 to 40
-have consumed. Prompts that were generated but not yet consumed are generated again, so no prompt is
-skipped and none is trained on twice. A folder gets this name when it is complete, and then replaces
-the one before. Lines of later steps are removed from metrics.jsonl (run/log.py).
+recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed.
+Prompts whose answers were not yet consumed are run again, so no prompt is skipped and none is
+trained on twice. A folder gets this name when it is complete, and then replaces the one before.
+After a restart, metrics.jsonl loses the lines of later steps (run/log.py).
 """
 
 import json
@@ -29,8 +29,8 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
 
 
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
-    """Restore the newest checkpoint, and return its step, or 0. All ranks call this. The caller
-    pushes the weights."""
+    """Restore the newest checkpoint, and return its step, or 0 without one. All ranks call this.
+    The caller pushes the weights."""
     folder = share(max((run_dir / "recover").glob("step*"), default=None))
     if folder is None:
         return 0

@@ -1,8 +1,8 @@
 """Every key of the configuration, with its default, its range and its meaning.
 
 A key's type gives its range, and the text below it is its help. YAML recipes and `key=value` words
-are merged first, and the later value wins; then one `TrainConfig.model_validate` checks everything
-before any process starts.
+are merged; the later value wins. Then `TrainConfig.model_validate` checks everything, before any
+process starts.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from inference.io_struct import GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """The file of a module. The module is not imported, because torch takes seconds. Raises
+    """Return the file of a module. Nothing is imported, because torch takes seconds. Raises
     ValueError."""
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # its package
+    except ModuleNotFoundError:  # no such package
         spec = None
     if spec is None or spec.origin is None:
         raise ValueError(f"there is no module {module!r}")
@@ -67,10 +67,10 @@ class Keys(BaseModel):
 
 
 class OpenAIConfig(Keys):
-    """Agents: where they run, and how their calls become rows."""
+    """Where agents run, and how their calls become rows."""
 
     mode: Literal["inline", "subproc"] = "inline"
-    """inline: agents run in the trainer's event loop; subproc: each episode in its own process"""
+    """inline: agents run in the trainer's event loop; subproc: in processes of their own"""
     subproc_max_workers: Count = 4
     """processes for agents, with mode=subproc"""
     turn_discount: Share = 1.0
@@ -78,22 +78,22 @@ class OpenAIConfig(Keys):
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
-    """what reads the model's tool calls, module.function; null: the form of Hermes and Qwen"""
+    """module.function that reads the model's tool calls; null: reads those of Hermes and Qwen"""
     episode_timeout_seconds: Positive = 3600.0
     """an episode that takes longer has failed"""
 
 
 class RolloutConfig(Keys):
-    """Rollouts: how many run, and how old their tokens may become."""
+    """How many rollouts run, and how old their tokens may become."""
 
     max_head_offpolicyness: CountOrZero = 2
-    """eta: how many versions a trained token may be old; 0: synchronous training"""
+    """eta: a trained token is at most this many versions old; 0: synchronous training"""
     max_concurrent_rollouts: Count | None = None
-    """prompt groups that run at once; default: batch size * (eta + 1)"""
+    """most prompt groups that run at once; default: batch size * (eta + 1)"""
     consumer_batch_size: Count | None = None
-    """prompt groups of a step (B); the same number as train_dataset.batch_size"""
+    """another name of train_dataset.batch_size (B)"""
     group_size: Count | None = None
-    """episodes per prompt; the same number as gconfig.n_samples"""
+    """another name of gconfig.n_samples"""
     stale: Literal["wait", "mask", "drop"] = "wait"
     """how eta is kept: wait, mask or drop (staleness.py)"""
     pause_mode: Literal["retract", "abort"] = "retract"
@@ -101,7 +101,7 @@ class RolloutConfig(Keys):
     enable_tracing: bool = False
     """write every event of every group to trace.json"""
     dump_to_file: bool = True
-    """write trajectories as text, rollout/{version}/{task_id}.jsonl"""
+    """write trajectories as text to rollout/{version}/{task_id}.jsonl"""
     server_addrs: list[str] = []
     """URLs of running servers; empty: the run starts its own"""
     openai: OpenAIConfig = OpenAIConfig()
@@ -129,14 +129,14 @@ class ServerConfig(Keys):
 
 
 class NormConfig(Keys):
-    """The advantage A = (R - mean) / std of a return R."""
+    """The advantage of a return R: A = (R - mean) / std."""
 
     mean_level: Literal["group", "batch", "none"] = "group"
     """whose mean is the baseline: the group's, the batch's, or none"""
     std_level: Literal["group", "batch", "none"] = "group"
     """whose std divides: the group's, the batch's, or none"""
     per_turn: bool = True
-    """compare turn k only with turns that have the number k"""
+    """compare a k-th turn only with other k-th turns"""
 
 
 class OptimizerConfig(Keys):
@@ -145,11 +145,11 @@ class OptimizerConfig(Keys):
     lr: NonNegative = 1e-5
     """largest learning rate"""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """memory of the squared gradients"""
+    """decay of AdamW's average of squared gradients"""
     weight_decay: NonNegative = 0.01
-    """decay of the weights"""
+    """AdamW's weight decay"""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
-    """course of the learning rate after the warm-up: constant, or linear down to a tenth"""
+    """learning rate after the warm-up: constant, or linear down to a tenth"""
     warmup_steps: CountOrZero = 0
     """steps in which the learning rate rises from 0"""
     gradient_clipping: NonNegative = 1.0
@@ -157,10 +157,10 @@ class OptimizerConfig(Keys):
 
 
 class PPOActorConfig(Keys):
-    """The trainer: its model, the decoupled objective and the optimizer."""
+    """The trained model, its objective and its optimizer."""
 
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """numbers in the forward pass; auto: bfloat16 where the processor has it"""
+    """format of numbers in the forward pass; auto: bfloat16 where the processor has it"""
     threads: CountOrZero = 1
     """threads of the trainer on a CPU; 0: half of the machine's"""
     frozen_layers: CountOrZero = 0
@@ -172,9 +172,9 @@ class PPOActorConfig(Keys):
     mb_tokens: Count = 16384
     """most tokens in one forward pass"""
     gradient_checkpointing: bool = False
-    """recompute the layers in the backward pass"""
+    """save memory: recompute layers in the backward pass"""
     enable_tree_training: bool | None = None
-    """compute the shared beginning of rows only once; null: on a CPU, if the model allows it"""
+    """compute a beginning that rows share only once; null: on a CPU, if the model allows it"""
     use_decoupled_loss: bool = True
     """decoupled PPO; false: standard PPO"""
     recompute_logprob: bool = True
@@ -186,9 +186,9 @@ class PPOActorConfig(Keys):
     eps_clip_higher: NonNegative | None = None
     """clip u above 1 + this; default: eps_clip"""
     c_clip: Annotated[float, Field(gt=1)] | None = None
-    """dual clip: for A < 0, J >= c_clip A"""
+    """dual clip: for A < 0, objective >= c_clip A"""
     behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = 5.0
-    """tokens with a larger pi_prox / pi_behav are left out; null: none"""
+    """leave out tokens with a larger pi_prox / pi_behav; null: none"""
     loss: Named = "ppo.ppo_actor_loss_fn"
     """module.function of the loss (extras/losses.py)"""
     advantages: Named = "ppo.compute_advantages"
@@ -196,11 +196,11 @@ class PPOActorConfig(Keys):
     entropy_coeff: NonNegative = 0.0
     """weight of the entropy bonus"""
     kl_ctl: NonNegative = 0.0
-    """weight of the KL to the reference model; 0: none is loaded, unless ref.path is set"""
+    """weight of the KL to the reference model; with 0 it is loaded only if ref.path is set"""
     anneal: bool = False
     """let entropy_coeff and kl_ctl fall linearly to 0"""
     reward_scaling: Positive = 1.0
-    """multiplied with every reward"""
+    """factor of every reward"""
     adv_norm: NormConfig = NormConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -209,14 +209,14 @@ class RefConfig(Keys):
     """The frozen model of the KL penalty."""
 
     path: str | None = None
-    """its folder; default: model_path"""
+    """folder of the model; default: model_path"""
 
 
 class DatasetConfig(Keys):
-    """Prompts."""
+    """Where prompts come from."""
 
     path: Named | None = None
-    """FILE.jsonl or module.function; default: the task's"""
+    """FILE.jsonl or module.function; default: the task's data"""
 
 
 class TrainDatasetConfig(DatasetConfig):
@@ -227,19 +227,19 @@ class TrainDatasetConfig(DatasetConfig):
 
 
 class EvaluatorConfig(Keys):
-    """Evaluations: one episode per validation prompt."""
+    """Evaluations run one episode per validation prompt."""
 
     interval: CountOrZero = 0
     """steps between two evaluations; 0: never"""
     base_url: str | None = None
-    """with mode=eval: any OpenAI endpoint to evaluate instead"""
+    """with mode=eval: evaluate this OpenAI endpoint instead"""
 
 
 class SaverConfig(Keys):
-    """Models in checkpoints/, as Hugging Face folders."""
+    """Models saved in checkpoints/, as Hugging Face folders."""
 
     interval: CountOrZero = 0
-    """steps between two models; 0: only the last one"""
+    """steps between two saved models; 0: only the last"""
 
 
 class WeightUpdateConfig(Keys):
@@ -248,26 +248,26 @@ class WeightUpdateConfig(Keys):
     mode: Literal["disk", "distributed"] = "disk"
     """disk: by files; distributed: by a process group, if the servers have GPUs of their own"""
     path: str | None = None
-    """folder for the files, such as /dev/shm; default: the run's"""
+    """folder for the files, such as /dev/shm; default: the run's folder"""
     address: str = "127.0.0.1"
     """where servers reach the trainer, with mode=distributed"""
 
 
 class TrainConfig(Keys):
-    """A run."""
+    """A run's keys."""
 
     mode: Literal["train", "eval"] = "train"
     """train, or eval: only evaluate"""
     task: str | None = "tasks.guess"
-    """module with data, agent and model; null: keys say it"""
+    """module with data, agent and model; null: other keys name them"""
     experiment_name: FolderName = "guess"
     """the run's folder is fileroot/experiment_name/trial_name"""
     trial_name: FolderName = "auto"
-    """an existing one continues; auto: date and time"""
+    """an existing name continues that run; auto: date and time"""
     fileroot: str = "runs"
     """folder of all runs"""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    """order of the data, and sampling"""
+    """fixes the data's order and the sampling"""
     max_steps: Count = 80
     """training steps"""
     model_path: str | None = None
@@ -283,7 +283,7 @@ class TrainConfig(Keys):
     callbacks: list[Named] = []
     """classes that observe the run, such as extras.doctor.Doctor"""
     recover_interval: CountOrZero = 10
-    """steps between two checkpoints; 0: none"""
+    """steps between two checkpoints; 0: only at the end"""
     gconfig: GenerationHyperparameters = GenerationHyperparameters()
     eval_gconfig: dict[str, Any] = {}
     """fields of gconfig that differ in evaluations"""
@@ -313,7 +313,7 @@ class TrainConfig(Keys):
 
 ROOT = Path(__file__).resolve().parent.parent
 
-ALIASES = {  # other names of a key: those of AReaL's documents
+ALIASES = {  # other names of keys, from AReaL's documents
     "model": "model_path",
     "data": "train_dataset.path",
     "actor.recompute_logprobs": "actor.recompute_logprob",
@@ -332,7 +332,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turn any exception of the user's modules or files into one line that starts with `what`."""
+    """Turn an exception of the user's code into a ConfigError: one line that starts with `what`."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -351,7 +351,7 @@ def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Fi
 
 
 def flatten(settings: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full name and the value of every setting: actor.eps_clip and 0.2."""
+    """Yield every setting's full name and value, such as actor.eps_clip and 0.2."""
     for name, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -384,14 +384,14 @@ def rename(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """The settings of a recipe: a file, or its name in configs/. Raises ConfigError."""
+    """Read a recipe, given as a file or by its name in configs/. Raises ConfigError."""
     path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
     with one_line(f"--config {name}"):
         return dict(flatten(yaml.safe_load(path.read_text()) or {}))
 
 
 def read_word(word: str) -> dict[str, Any]:
-    """The settings of a word like actor.eps_clip=0.2. Raises ConfigError."""
+    """Read the settings in a word like actor.eps_clip=0.2. Raises ConfigError."""
     name, _, value = word.partition("=")
     with one_line(name):
         return dict(flatten({name: yaml.safe_load(value)}))

@@ -1,9 +1,8 @@
-"""The inputs of a run: a task, its data, a workflow, a tokenizer and a model.
+"""Load the inputs of a run: a task, its data, a workflow, a tokenizer and a model.
 
-A task is a module that defines `dataset(split)` and `WORKFLOW`, and may define `WORKFLOW_KWARGS`,
-`prepare(row)`, `success(reward)`, `summary(ask, console)` and `make_model(path, seed)`, which makes
-a small base model (tasks/guess.py, tasks/gsm8k.py). Keys of the configuration replace parts of the
-task.
+A task is a module that defines `dataset(split)` and `WORKFLOW` (tasks/guess.py, tasks/gsm8k.py). It
+may define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
+`make_model(path, seed)` for a small base model. Configuration keys replace parts of the task.
 """
 
 import hashlib
@@ -21,8 +20,8 @@ from run.config import ConfigError, TrainConfig, find_source, one_line
 
 
 def base_model_path(config: TrainConfig) -> str:
-    """Where the task's base model is kept. The path depends on the sources that make it. Raises
-    ConfigError."""
+    """Return the folder of the task's base model. Its name depends on the sources that make it.
+    Raises ConfigError."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
         content = b"".join(source.read_bytes() for source in sources)
@@ -50,7 +49,7 @@ def find_model(config: TrainConfig) -> None:
 
 
 def fetch(name: str) -> str:
-    """The folder of a model. A hub name, or smollm2, is downloaded once. Raises ConfigError."""
+    """Return a model's folder. A hub model, or smollm2, is downloaded once. Raises ConfigError."""
     if Path(name).is_dir():
         return name
     if name == "smollm2":  # not from the hub
@@ -75,7 +74,7 @@ class Inputs:
     evaluated: Any  # the same with the sampling of evaluations
 
     def success(self, rewards: list[float]) -> float:
-        """The share of rewards that the task's `success` accepts; without it, of those above 0."""
+        """The share of rewards that the task's `success` accepts, by default those above 0."""
         judge = getattr(self.task, "success", lambda reward: reward > 0)
         return sum(map(judge, rewards)) / len(rewards)
 
@@ -128,8 +127,8 @@ def load_workflow(
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """The samples of a JSONL file, a function, or the task, after `prepare`. Raises ConfigError if
-    there are none."""
+    """Return the samples of a JSONL file, a function or the task, after `prepare`. Raises
+    ConfigError if there are none."""
     key = f"{split}_dataset.path"
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError(f"no data: set {key} to FILE.jsonl or module.function")
@@ -148,8 +147,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Batches of prompts, epoch after epoch. The order depends only on the seed, so a restarted run
-    draws the same prompts."""
+    """Return a loader of prompts in batches. Their order depends only on the seed, so a restarted
+    run draws the same prompts."""
     import torch
     from torch.utils.data import DataLoader
 

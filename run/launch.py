@@ -1,15 +1,14 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
-Each process has its own session, so Ctrl-C reaches only train.py, which then ends the processes in
-order. A process ends by itself when its parent is gone, even after `kill -9`. Its keys are in its
-environment, which other users cannot read.
+Each process has its own session, so Ctrl-C reaches only train.py, which then ends the processes. A
+process ends by itself when its parent is gone, even after `kill -9`. Keys are in the environment,
+which other users cannot read; but SGLang's key is on its command line.
 
-The trainer's ranks take the first GPUs of the machine, and the servers the last. With 8 GPUs, 4
-ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are
+The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
+4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are
 too few GPUs, servers share GPUs with the ranks.
 
 If a server or the proxy dies, the run ends at once and prints the last lines of that process's log.
-The run can go on from its last checkpoint.
 """
 
 import json
@@ -50,12 +49,12 @@ class ProcessDied(RuntimeError):
 
 @dataclass(eq=False)
 class Child:
-    """A process of the run, planned or started. `--port` is added to its command."""
+    """A process of the run, planned or started. `start` adds `--port` to its command."""
 
     name: str
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
-    variables: dict[str, str] = field(default_factory=dict)  # added to those of `environment`
+    variables: dict[str, str] = field(default_factory=dict)  # besides those of `environment`
 
     def start(self, log_dir: Path) -> None:
         """Start the process and return at once."""
@@ -154,7 +153,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     ranks, wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), server.count * size
     is_shared = len(gpus) - ranks < wanted
     pool = gpus * server.count if is_shared else gpus[-wanted:]
-    if gpus:  # float32 logits, as the trainer has; SGLang would serve float32 models in float16
+    if gpus:  # the trainer's logits are float32, too; SGLang would serve float32 models in float16
         words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
         words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
     # POCKET_AREAL_SGLANG may be another command that starts SGLang.
@@ -168,7 +167,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 
 
 SGLANG_VARIABLES = {
-    # Log-probabilities in chunks of 256 tokens: their float32 logits stay below half a GiB.
+    # Compute log-probabilities for 256 tokens at a time: their logits stay below half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
     "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "256",
     "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
@@ -179,8 +178,8 @@ SGLANG_VARIABLES = {
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy of these servers, which must answer already. `hooks` is {class path: arguments} of
-    the engine's hooks, or {}."""
+    """The proxy of these servers, which must answer before it starts. `hooks` is {class path:
+    arguments} of the engine's hooks, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]
     for url in servers:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 logger = logging.getLogger("pocket_areal")  # the parent of all the project's loggers
 
-# Counts of groups, and of members of groups, since the step before.
+# Counts of groups, and of members of groups, since the previous step.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """The metrics of a batch before the step at `version`.
+    """Return the metrics of a batch before `version` trains on it.
 
     The lag of a trained token is `version` minus its own version. A row is mixed if its trained
     tokens have more than one version.
@@ -63,12 +63,12 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
 
 class Log:
-    """Writes a run's metrics and tokens, and prints one line per step. Only rank 0 has one."""
+    """Writes a run's metrics and tokens. Only rank 0 has one."""
 
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
         self.path.touch()
-        # The steps after the checkpoint are trained again.
+        # Remove the steps after the checkpoint.
         lines = self.path.read_text().splitlines(keepends=True)[: run.step]
         os.truncate(self.path, sum(map(len, lines)))
         run.history[:] = map(json.loads, lines)

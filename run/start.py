@@ -3,7 +3,7 @@
 `begin` reads the command line and starts the servers without torch, so they load while train.py
 imports torch. `Run` is what callbacks see: configuration, processes, and the parts that train.py
 adds. Its `with` block ends everything that was started, also after Ctrl-C, an exception or the
-death of a server; `main` then gives an exit code and prints a last line.
+death of a server. Then `main` says how to go on after a failure, and returns an exit code:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -30,7 +30,7 @@ from run.config import ROOT, ConfigError, TrainConfig, load
 from run.inputs import find_model
 from run.launch import Child, plan_servers, visible_gpus
 
-DEATH_SECONDS = 0.5  # a killed process ends at most this long after it closes its connections
+DEATH_SECONDS = 0.5  # a killed process has ended this long after it closed its connections
 
 
 def revision() -> str:
@@ -42,7 +42,7 @@ def revision() -> str:
 
 
 class Run:
-    """One run. All ranks make one; only rank 0 has processes, an engine and executors."""
+    """A run. All ranks make one; only rank 0 has processes, an engine and an executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs
@@ -94,7 +94,7 @@ class Run:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             lock = self.stack.enter_context((self.run_dir / "lock").open("w"))
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes that agents fork lack it
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit the lock
         except OSError as error:
             reason = "cannot be written, or belongs to a running process"
             raise ConfigError(f"{self.run_dir} {reason}: {error}") from error
@@ -119,7 +119,7 @@ class Run:
             child.wait_ready()
 
     def call(self, event: str, *args: Any) -> dict[str, Any]:
-        """Call a method of every callback that has it, and merge the dicts that they return."""
+        """Call method `event` of each callback that has it, and merge the dicts returned."""
         methods = (getattr(callback, event, None) for callback in self.callbacks)
         found = [method(*args) for method in methods if method]
         return {key: x for returned in found for key, x in (returned or {}).items()}
@@ -138,7 +138,7 @@ class Run:
 
         death = None
         if isinstance(error, Exception):
-            time.sleep(DEATH_SECONDS)  # a dead server or proxy is the reason to report
+            time.sleep(DEATH_SECONDS)  # report a dead server or proxy instead
             death = next((c.death() for c in self.children if c.process.poll()), None)
         with self.stack:
             self.call("on_end", error)

@@ -5,14 +5,14 @@ The result is an ordinary Hugging Face directory, so a run loads the tiny model 
 as a large one.
 
 **The tokenizer** has one token per word, and blanks separate words. The chat template writes every
-message as `<role> content <end>`, so the tokens of a message do not depend on other messages; the
+message as `<role> content <end>`, so the tokens of a message do not depend on other messages. The
 proxy needs this. For example, the conversation "guess a number", "3", "higher" has three parts: the
 prompt of the first turn, the sampled tokens `3 <end>`, and the tokens of the new message.
 
 **The model** starts with random weights and learns to imitate a weak player of the task, which
-takes seconds. Reinforcement learning needs this warm-up, because random weights give no answer in
-the right form, and so never a reward. But the imitated player makes many random moves, so only
-reinforcement learning can make the model play well.
+takes seconds. Reinforcement learning needs this warm-up, because random weights never give an
+answer in the right form, so they earn no reward. But the imitated player makes many random moves,
+so only reinforcement learning makes the model play well.
 
 **Reproducibility.** On one machine, the same seed and the same number of threads give the same
 weights. Another machine may give different ones.
@@ -32,14 +32,12 @@ PAD, UNKNOWN, END, ASSISTANT = "<pad>", "<unk>", "<end>", "<assistant>"
 ROLES = ["<system>", "<user>", ASSISTANT]
 ALL_MESSAGES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
 CHAT_TEMPLATE = ALL_MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
-NextBatch = Callable[
-    [], list[list[int]]
-]  # a function that returns a batch of conversations as token ids
+NextBatch = Callable[[], list[list[int]]]  # returns a batch of conversations as token ids
 IGNORED = -100  # the label of a token that is left out of the loss
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """The six special tokens, such as <pad> and <user>, have the ids 0 to 5."""
+    """Return a tokenizer. The special tokens, such as <pad>, have the ids 0 to 5."""
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -62,8 +60,8 @@ def make_qwen3(
 ) -> Qwen3ForCausalLM:
     """Return a Qwen3 of width 64 with random weights.
 
-    The weights have a standard deviation of 0.06. The usual 0.02 makes attention nearly uniform at
-    this width, and training stalls.
+    The weights have a standard deviation of 0.06. With the usual 0.02, attention would be nearly
+    uniform at this width, and training would stall.
     """
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -88,7 +86,7 @@ def make_qwen3(
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return the labels of a conversation: the tokens that the assistant wrote, with their end
+    """Return the labels of a conversation: the tokens of the assistant's messages, with their end
     tokens, and IGNORED for all others."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels, inside = [], False

@@ -1,5 +1,5 @@
-"""GSM8K: grade-school mathematics problems. Each has one number as its answer, so a program can
-check it: the reward is 1 if the final answer is right, else 0.
+"""Train on GSM8K, grade-school mathematics problems. The answer to each is one number, so a program
+can check it: the reward is 1 if the final answer is right, else 0.
 
     python train.py --config configs/gsm8k.yaml model_path=DIR
     one attempt
@@ -7,17 +7,17 @@ check it: the reward is 1 if the final answer is right, else 0.
     python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent
     two attempts
 
-The first command trains with RLVRWorkflow and the reward function below. The second one trains
-MathAgent, which uses the unmodified OpenAI SDK: if the first answer is wrong, the agent tells the
-model so and asks again.
+The first command uses RLVRWorkflow and the reward function below. The second uses MathAgent, an
+agent with the unmodified OpenAI SDK: if the first answer is wrong, it tells the model so and asks
+again.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). To train on other
 problems, set `train_dataset.path` to a JSONL file whose lines have the keys "question" and
 "answer". As in GSM8K, "answer" is the whole solution, and the number stands after the last `####`.
 
-**Comparison.** If math-verify is installed, it decides whether two answers are the same number; it
+**Comparison.** If math-verify is installed, it decides whether two answers are the same number. It
 understands fractions, units and LaTeX. Otherwise the reward compares the numbers that `last_number`
-finds: 1,000 and 1000.0 are then the same number, but 1/2 and 0.5 are not.
+finds. Then 1,000 equals 1000.0, but 1/2 does not equal 0.5.
 """
 
 import re
@@ -59,8 +59,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    It is the last number in the last LaTeX box. Without a box it is the last number after `####`,
-    and without `####` the last number of the text.
+    It is the last number in the last LaTeX box. Without a box it is the last number after `####`.
+    Without `####` it is the last number of the text.
     """
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
@@ -87,7 +87,7 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_
 ) -> float:
-    """It runs in a separate process (rollout/reward.py)."""
+    """Return 1 or 0. A separate process runs this (rollout/reward.py)."""
     return float(is_right(completion, answer))
 
 

@@ -1,4 +1,4 @@
-"""The task of the demo: guess a number in several turns. The best strategy is binary search.
+"""The demo's task: guess a number in several turns. The best strategy is binary search.
 
 The secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game
 answers "higher" or "lower". The reward is 1 if the secret was found, else 0. The prompt does not
@@ -7,7 +7,7 @@ say how to search. Random guesses find about half of the secrets, and binary sea
 **The agent** below is an ordinary program with the unmodified OpenAI SDK. It gets a `base_url`,
 plays a game and returns the reward; it knows nothing of training, tokens or versions.
 
-**Why six numbers.** With the numbers 1 to 7, only the first guess 4 is best. But it leaves three
+**Why six numbers.** With the numbers 1 to 7, 4 is the only best first guess. But it leaves three
 possible numbers and two guesses, so the agent must then guess the middle one. Early in training the
 model has not learnt this second guess, because not every game gets there. So games that begin with
 4 earn the lowest reward, and with most seeds training ends in a local optimum with another first
@@ -37,9 +37,7 @@ SECRETS, GUESSES = range(1, 7), 3
 QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
-Play = Callable[
-    [list[dict], Sequence[int]], str
-]  # (conversation, secrets that are still possible) -> answer
+Play = Callable[[list[dict], Sequence[int]], str]  # (conversation, possible secrets) -> answer
 
 
 def parse(answer: str | None) -> int | None:
@@ -142,9 +140,9 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
 def explore(
     play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS
 ) -> Tree:
-    """Draw a player's strategy as a tree: each guess has below it the next guess for each answer.
+    """Draw a player's strategy as a tree: below each guess is the next guess for each answer.
 
-    For every secret that the player finds, the number of guesses is appended to `found`.
+    For every secret that the player finds, append the number of guesses to `found`.
     """
     answer, turn = play(messages, possible), len(messages) // 2 + 1
     guess = parse(answer)

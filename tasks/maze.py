@@ -10,13 +10,13 @@ if the shortest way has 54 moves.
 
 **Why this task.** The length of an answer depends on the policy and varies tenfold: a drunk can
 reach the length limit, and the shortest way has 54 moves on average. So new weights arrive while
-walks are unfinished, and generation takes about as long as training. We measure interruptions,
-staleness and the overlap of generation and training with it.
+walks are unfinished, and generation takes about as long as training. With this task we measure
+interruptions, staleness and how far generation and training overlap.
 
 **The base model** imitates a drunk. A move is a step on the shortest way with probability 0.4, and
 otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A policy
-that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36; whatever is above
-that, reinforcement learning has added.
+that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. Anything above
+that is due to reinforcement learning.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.
@@ -31,15 +31,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# The processes that compute rewards import this module, and importing torch would make them start
-# more slowly. workflow.py and tasks/base_model.py import torch. So WORKFLOW is a string, and
-# make_model imports base_model only when it is called.
+# The processes that compute rewards import this module, and would start more slowly with torch,
+# which workflow.py and tasks/base_model.py import. So WORKFLOW is a string, and make_model imports
+# base_model only when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = (
-    0.4,
-    64,
-)  # probability that the drunk's move is on the shortest way; maximum number of moves
+SOBER, CURFEW = 0.4, 64  # probability that a move is not random; most moves of a drunk's walk
 Cell = tuple[int, int]  # (column, row); the cell (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -94,7 +91,7 @@ def distances(home: str) -> dict[Cell, int]:
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return 286 prompts: to each of the two homes, one from each of the other 143 cells."""
+    """Return 286 prompts: one from each of the other 143 cells to each home."""
     pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
     return [
         {"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b}
@@ -103,8 +100,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells that an answer visits, or None if a word is no cell, a move goes through a
-    wall, or the first cell is not `start`."""
+    """Return the cells that an answer visits. Return None if a word is no cell, a move goes through
+    a wall, or the first cell is not `start`."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -121,8 +118,8 @@ def reward(
     home: str,
     **_,
 ) -> float:
-    """Return SPL = S * l / max(p, l): S is 1 for success, l the length of the shortest way, p the
-    walk's length.
+    """Return SPL = S * l / max(p, l). S is 1 for success and else 0, l is the length of the
+    shortest way, and p that of the walk.
 
     The parameters are those of AReaL's reward functions. SPL is from Anderson et al. 2018.
     """
@@ -136,8 +133,7 @@ def reward(
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
-    """Return a drunk's walk of at most CURFEW moves. A move is on the shortest way with probability
-    SOBER, and otherwise random."""
+    """Return a drunk's walk of at most CURFEW moves."""
     walk, moves_home = [CELLS[start]], distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
         ways = sorted(passages()[walk[-1]])

@@ -445,8 +445,8 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
     assert sum(record.message.count("no weight_versions") for record in caplog.records) == 1
 
 
-def test_the_proxies_learn_each_version(monkeypatch: pytest.MonkeyPatch):
-    """set_version posts the version to every proxy, with the admin key, before the gate opens."""
+def test_the_proxy_learns_each_version(monkeypatch: pytest.MonkeyPatch):
+    """set_version posts the version to the proxy, with the admin key, before the gate opens."""
     seen: list[Any] = []
 
     def serve(http_request: httpx.Request) -> httpx.Response:
@@ -455,10 +455,10 @@ def test_the_proxies_learn_each_version(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(servers, "make_transport", lambda: httpx.MockTransport(serve))
     engine = Script(generated([1])).engine()
-    engine.proxies = SimpleNamespace(proxy_addr=("http://p", "http://q/"), admin_key="k")
+    engine.proxy = "http://p/", "k"
     engine.dispatcher = SimpleNamespace(on_new_version=lambda: seen.append("gate"))
     engine.set_version(3)
-    assert seen == [("p", "Bearer k"), ("q", "Bearer k"), "gate"]
+    assert seen == [("p", "Bearer k"), "gate"]
 
 
 def test_destroy_leaves_no_server_paused():

@@ -24,14 +24,14 @@ from explore import dispatcher, turns, updates
     ],
 )
 def test_each_property_has_two_planted_errors(machine: ModuleType, tests: Any) -> None:
-    """docs/protocol.md names only explored properties, and not all of the calls'."""
+    """docs/results.md names only explored properties, and not all of the calls'."""
     planted = Counter(name for name, *_ in tests.MUTANTS)
     assert min(planted.values()) >= 2
     source = Path(str(machine.__file__)).read_text()
     reported = set(re.findall(r"(?:Broken|self\.fail)\(\s*\"(\w+)\"", source))
     assert reported | {"deadlock"} == planted.keys()
     kind = machine.__name__.rpartition(".")[2]
-    page = (ROOT / "docs/protocol.md").read_text()
+    page = (ROOT / "docs/results.md").read_text()
     rows = re.findall(rf"\| {kind}: ([\w, ]+) \|$", page, re.MULTILINE)
     named = {name for names in rows for name in names.split(", ")}
     assert named <= planted.keys()

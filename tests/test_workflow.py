@@ -217,25 +217,6 @@ async def test_groups_of_interactions_are_merged() -> None:
     assert to_tensors(merged)["parents"].tolist() == [-1, -1, 1]
 
 
-async def test_an_episode_keeps_to_one_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every proxy gets equally many members, and a member always the same proxy."""
-    chosen: list[tuple[str, str]] = []
-
-    def client(transport: Any, url: str, key: str, name: str, **options: Any) -> Any:
-        chosen.append((url, name))
-        raise ConnectionError("nobody is there")
-
-    monkeypatch.setattr("workflow.OpenAIProxyClient", client)
-    workflow = OpenAIProxyWorkflow(Agent(), ("http://a", "http://b", "http://c"), "k")
-    for task in [0, 0, 1, 1, 2, 2]:
-        workflow_context.set(WorkflowContext(task_id=task))
-        with pytest.raises(ConnectionError):
-            await GroupedRolloutWorkflow(workflow, 3).arun_episode(None, {})
-    workflow_context.set(WorkflowContext())
-    assert sorted(url for url, _ in set(chosen)) == sorted(3 * ["http://a", "http://b", "http://c"])
-    assert len(chosen) == 18
-
-
 # ---------------------------------------------------------------- resolution
 
 

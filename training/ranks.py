@@ -1,7 +1,7 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
-Rank 0 runs the rollouts and trains; the other ranks only train. In a collective operation every
-rank waits for all others; if one dies, torchrun ends the rest.
+Rank 0 runs the rollouts and trains; the others only train. In a collective operation every rank
+waits for all others. If one dies, torchrun ends the rest.
 """
 
 import os
@@ -28,7 +28,7 @@ def join_ranks() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Gloo would listen on the address of the hostname.
+        # Otherwise Gloo listens on the address of the hostname.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(backend, timeout=PATIENCE, **alone)
 
@@ -40,7 +40,7 @@ def leave_ranks() -> None:
 
 
 def share(thing: Any) -> Any:
-    """Rank 0's `thing`, on every rank. All ranks call this; `thing` is pickled."""
+    """Return rank 0's `thing` on every rank. All ranks call this; `thing` is pickled."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return thing
     box = [thing]

@@ -7,5 +7,5 @@ the system can reach.
 
 Read search.py first: it explains state machines and the search. dispatcher.py, turns.py and
 updates.py have one state machine each, which runs the project's real classes, not models of these
-classes. docs/protocol.md says what they check.
+classes. docs/results.md says what they check.
 """

@@ -194,7 +194,7 @@ class World(engine.Hooks):
         self.kept: list[tuple[int, int]] = []  # (token, version) of the segments that are complete
         self.asked = 0  # requests for the segment that runs
         self.trainer, self.proxy = self.make_engine(True), self.make_engine(False)
-        self.trainer.proxies = SimpleNamespace(proxy_addr="http://proxy", admin_key="")
+        self.trainer.proxy = "http://proxy", ""
         self.told = 0  # the version that the proxy knows
         self.proxy.set_version(self.told)
 
@@ -283,7 +283,7 @@ class World(engine.Hooks):
         )
         run = SimpleNamespace(actor=actor, engine=rollout)
         trainer: Any = SimpleNamespace(run=run, meta=WeightUpdateMeta(path=path))
-        rollout.executor = SimpleNamespace(
+        rollout.dispatcher = SimpleNamespace(
             pause=lambda: None,
             resume=lambda: None,
             destroy=lambda: None,
