@@ -154,7 +154,7 @@ class RemoteInfEngine:
     ) -> ModelResponse:
         """Send one POST /generate, and check the answer."""
         ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
-        # A server accepts each id once. The small one serves episodes in turn: "7-3" of call "7-3.1".
+        # A server accepts each id once. The small one lets episodes take turns: "7-3" of "7-3.1".
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest

@@ -13,19 +13,16 @@ microsecond, whatever its size. So one product computes q, k and v, and another 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
 
-*The cache* holds a fixed number of positions, seen as slots of one length (`fit`). Slots, and not
-blocks as on a GPU: the keys of a step are a view of the cache, where blocks would be gathered for
-each layer, and a prefix that two sequences share is one copy (.24 ms for 145 tokens of SmolLM2).
+*The cache* has slots of one length (`fit`), and no blocks as on a GPU: the keys of a step are a
+view of it, and a prefix that two sequences share is one copy (.24 ms for 145 tokens of SmolLM2).
 
 *Bits.* A row's logits do not depend on the other rows. Torch picks a kernel by the shapes of the
 matrices, and two kernels may add in different orders. So weights are stored column by column
 (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in multiples of 8
-tokens up to 128, and the number of keys is chosen (`key_length`). These rules come from
-measurements (docs/results.md); another CPU may need other rules.
+tokens, and the number of keys is chosen (`key_length`). These rules come from measurements.
 
 *bfloat16* halves the bytes of weights and keys, and the time where the CPU multiplies such numbers.
-What is added up over many layers, positions or tokens stays in float32: x, norm, the rotation, the
-softmax. The rules for bits hold for float32 alone.
+Sums stay in float32: x, norm, rotation, softmax. The rules for bits hold for float32 alone.
 """
 
 import json
