@@ -95,6 +95,7 @@ def solved(question: str, expression: str, result: str) -> list[dict]:
 EXAMPLES = [
     *solved("A bag holds 15 pens. How many pens do 31 bags hold?", "15*31", "465"),
     *solved("Tom had 60 cards and lost 18. How many cards does he have left?", "60-18", "42"),
+    *solved("A bowl has 35 nuts, and Eva adds 46. How many nuts are in the bowl?", "35+46", "81"),
 ]
 
 
