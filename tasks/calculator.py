@@ -1,8 +1,5 @@
 """Word problems with a calculator: a pretrained model learns to call a tool.
 
-    make tool                              SmolLM2-135M on a laptop (tasks/smollm2.py)
-    python train.py --config tool model_path=Qwen/Qwen2.5-0.5B-Instruct
-
 "Ann has 43 coins and Ben has 18 coins. How many coins do they have together?" A model of 135M
 parameters (tasks/smollm2.py) cannot add such numbers. But it can learn to write
 
@@ -15,11 +12,12 @@ and to answer "61". For that it must keep to the form, find the numbers, choose 
 model never makes a right call, and has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone.
-Each rung is above the one before, so it always pays to climb:
+Each rung is above the one before, so it always pays to climb. A single number has a value, too, but
+earns nothing: it is so easy that the model would stay there.
 
     0.1  begins a call        0.4  a value of the problem's numbers, but by the wrong operation
     0.2  a complete call      0.6  the right value
-    0.3  any value            0.8  an answer that contains it      1.0  the right answer
+    0.3  an operation         0.8  an answer that contains it      1.0  the right answer
 
 **Held out.** The problems of the split "valid" come from four templates, and from numbers, that
 training never sees. So a success there was not learnt by heart.
@@ -140,13 +138,13 @@ def grade(data: dict, said: list[dict]) -> float:
     call, *rest = said
     if not rest:
         return 0.1 if call.get("content", "").startswith("<tool_call>") else 0.0
-    if rest[0]["content"] == "error":
-        return 0.2
     if rest[0]["content"] != data["answer"]:
         used, given = (
             sorted(re.findall(r"\d+", text))
             for text in (call["tool_calls"][0]["function"]["arguments"], data["question"])
         )
+        if rest[0]["content"] == "error" or len(used) < 2:
+            return 0.2
         return 0.4 if used == given else 0.3
     answer = rest[-1].get("content", "") if len(rest) > 1 else ""
     if answer.strip() == data["answer"]:

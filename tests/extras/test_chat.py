@@ -25,12 +25,6 @@ def test_no_model_is_one_line(
     assert second.startswith("error: no model in ")
 
 
-def test_help_explains_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help prints the essay, which shows how to call the tool."""
-    assert chat.main(["--help"]) == 0
-    assert "python -m extras.chat runs/" in capsys.readouterr().out
-
-
 def test_words_that_a_small_model_does_not_know(tiny_tokenizer: Any) -> None:
     """A vocabulary of words names the others; one of bytes knows every word."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "guess": 1, "a": 2}, unk_token="<unk>"))

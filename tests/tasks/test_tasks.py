@@ -1,8 +1,9 @@
-"""The tasks `guess` and `maze` can be solved, their rewards follow their definitions, and a seed
-determines the base model."""
+"""The tasks can be solved, their rewards follow their definitions, and a seed determines the base
+model."""
 
 import io
 import random
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calls.client import sdk_http
-from tasks import base_model, guess, maze
+from tasks import base_model, calculator, guess, maze
 
 TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 
@@ -39,6 +40,15 @@ def tokenizer(models: dict) -> Any:
 def talk(*texts: str) -> list[dict]:
     """A conversation, in which the user begins."""
     return [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(texts)]
+
+
+async def play(agent: Any, data: dict, harness: Any) -> tuple[float, list[list[dict]]]:
+    """Run one episode of an agent. Return its reward, and the messages of each call."""
+    session = await harness.start()
+    async with sdk_http.AsyncClient(transport=sdk_http.ASGITransport(harness.app)) as http:
+        kwargs: Any = {"base_url": f"http://proxy/{session}/v1", "api_key": "DUMMY"}
+        reward = await agent.run(data, http_client=http, **kwargs)
+    return reward, [call.messages for call in harness.proxy.find(session).cache.values()]
 
 
 @TASKS
@@ -167,13 +177,8 @@ async def test_agent_plays_to_the_end(
 ) -> None:
     """The agent plays until the secret is found, no guess is left or an answer is no guess, and
     sends the model's answers back unchanged."""
-    harness = start(*answers)
-    session = await harness.start()
-    async with sdk_http.AsyncClient(transport=sdk_http.ASGITransport(harness.app)) as http:
-        kwargs: Any = {"base_url": f"http://proxy/{session}/v1", "api_key": "DUMMY"}
-        agent = guess.GuessAgent()
-        assert await agent.run({"secret": secret}, http_client=http, **kwargs) == reward
-    calls = [call.messages for call in harness.proxy.find(session).cache.values()]
+    found, calls = await play(guess.GuessAgent(), {"secret": secret}, start(*answers))
+    assert found == reward
     assert [len(messages) for messages in calls] == asked
     if secret == 4:
         assert calls[-1] == talk(guess.QUESTION, "3", "higher", " 5", "lower")
@@ -245,6 +250,49 @@ def test_drunkard_comes_home_sometimes() -> None:
         assert maze.walk_of(answer, start) is not None
         rewards.append(maze.reward("", answer, [], [], start=start, home=home))
     assert 0.2 < sum(reward > 0 for reward in rewards) / len(rewards) < 0.35
+
+
+# ---------------------------------------------------------------- the task `calculator`
+
+
+def test_calculator_computes_nothing_else() -> None:
+    """A model may send anything; only short sums, products and quotients have a value."""
+    for text, value in {"12*11": "132", " 7 - (2+9)": "-4", "7//2": "3", "-3--4": "1"}.items():
+        assert calculator.calculate(text) == value
+    bad = ["9**9", "1/2", "7//0", "1.5", "exit()", "1(2)", "007", "3+", "1+1+1+1+1+1+1+1+1+1+1"]
+    assert {calculator.calculate(text) for text in [*bad, "", None, 5]} == {"error"}
+
+
+@pytest.mark.anyio
+async def test_reward_is_a_ladder(start: Any) -> None:
+    """Each step towards the right answer earns more. After a wrong value the model is not asked
+    again."""
+    call = '<tool_call>{"name": "calc", "arguments": {"expression": "%s"}}</tool_call>'
+    ladder = {
+        0.0: ["132"],
+        0.1: ["<tool_call>12*11"],
+        0.2: [call % "12"],
+        0.3: [call % "12*12"],
+        0.4: [call % "12+11"],
+        0.6: [call % "12*11", ""],
+        0.8: [call % "11*12", "132 eggs"],
+        1.0: [call % "12*11", " 132"],
+    }
+    problem = {"question": "A box holds 12 eggs. How many do 11 boxes hold?", "answer": "132"}
+    for reward, said in ladder.items():
+        found, calls = await play(calculator.CalculatorAgent(), problem, start(*said))
+        assert (found, len(calls)) == (reward, len(said))
+        assert calculator.success(reward) == (reward == 1.0)
+
+
+def test_held_out_problems_are_new() -> None:
+    """Training and validation share neither a template nor a number."""
+    seen = {}
+    for split in ("train", "valid"):
+        texts = [problem["question"] for problem in calculator.dataset(split)]
+        seen[split] = {re.sub(r"\d+", "N", text) for text in texts}
+        seen[split] |= set(re.findall(r"\d+", " ".join(texts)))
+    assert not seen["train"] & seen["valid"]
 
 
 # ---------------------------------------------------------------- the printed summaries
