@@ -83,6 +83,7 @@ class FSDPEngine:
         self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
         self.model: Any = None
         self.cut: Any = None  # of the layout
+        self.frozen: list[Any] = []  # layers that do not learn
 
     @property
     def rank(self) -> int:
@@ -106,7 +107,8 @@ class FSDPEngine:
         n = self.config.frozen_layers
         if n > len(layers):
             raise ValueError(f"actor.frozen_layers={n}, but the model has {len(layers)} layers")
-        for module in [model.get_input_embeddings(), *layers[:n]] if n else []:
+        self.frozen = layers[:n]
+        for module in [model.get_input_embeddings(), *self.frozen] if n else []:
             module.requires_grad_(False)
         # A single rank in float32 needs no FSDP: its hooks take a sixth of a small model's step.
         if dist.get_world_size() == 1 and self.param_dtype == torch.float32:
@@ -126,7 +128,10 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere. All
         ranks call this with the same batch, and get the same result."""
-        pieces = self.passes(batch, range(len(batch["input_ids"])))
+        # With frozen layers, the pieces are those of ppo_update, which uses their states again.
+        n = self.config.ppo_n_minibatches if self.frozen else 1
+        parts = split_minibatches(row_lengths(batch), n)
+        pieces = [piece for rows in parts for piece in self.passes(batch, rows)]
         with torch.no_grad():
             for piece in pieces:
                 piece.tokens["logp"] = self.forward(piece)[0]
@@ -176,8 +181,8 @@ class FSDPEngine:
     ) -> None:
         """Write a Hugging Face folder, with `learning` without frozen weights. All ranks call
         this."""
-        one_by_one = {"bucket_mb": 0, "learning": learning}
-        buckets = weights.named_buckets(self.model, dtype, **one_by_one)
+        # one tensor a bucket
+        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0, learning=learning)
         state = {n: t.cpu() for bucket in buckets for n, t in bucket if self.rank == 0}
         if self.rank == 0:
             weights.write_checkpoint(state, self.model_path, path)
@@ -201,12 +206,15 @@ class FSDPPPOActor(FSDPEngine):
         self.minibatch: dict[str, float] = {}  # metrics of the latest mini-batch
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
-        self.written: int | None = None  # newest version in files (mode disk)
-        self.has_sent = False  # the servers have this run's frozen weights
+        self.written: int | None = None  # newest version that is in files or in the servers
+        self.states: dict[str, Any] = {}  # after the frozen layers, by the piece's inputs
+        self.inputs = ""  # of the current piece
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
         """Load the model and make the optimizer; schedules end after `max_steps` training steps."""
         super().initialize()
+        for layer in self.frozen:
+            layer.forward = partial(self.run_frozen, layer is self.frozen[-1], layer.forward)
         self.max_steps = max_steps
         o = self.config.optimizer
         learning = [p for p in self.model.parameters() if p.requires_grad]
@@ -215,6 +223,22 @@ class FSDPPPOActor(FSDPEngine):
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         keys: Any = {"weight_decay": o.weight_decay, "fused": True}
         self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), **keys)
+
+    def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
+        """The output of a frozen layer. It never changes, so the layers run once for a piece, and
+        later passes over this piece begin where the last frozen layer ended."""
+        if self.inputs in self.states:
+            return self.states[self.inputs]
+        out = forward(*args, **keys)
+        if is_last:
+            self.states[self.inputs] = out
+        return out
+
+    def forward(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        if self.frozen:
+            inputs = piece.inputs.values()
+            self.inputs = str([x.tolist() for x in inputs if isinstance(x, Tensor)])
+        return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
         """Set the engine that makes batches and gets new weights. `meta` is unused here."""
@@ -264,6 +288,7 @@ class FSDPPPOActor(FSDPEngine):
             batch["step_fraction"][rows] = k / len(steps)
             found.append(self.minibatch_step(pieces, count, k / len(steps)))
 
+        self.states.clear()
         pieces = [piece for *_, pieces in minibatches for piece in pieces]
         batch["theta_logp"] = self.gather(batch, pieces, "theta_logp")
         counts = [count for _, count, _ in steps]
@@ -371,7 +396,7 @@ class FSDPPPOActor(FSDPEngine):
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """Mode disk: write the files, while the servers still generate."""
         if meta.mode == "disk":
-            self.save(meta.directory, self.param_dtype, self.has_sent)
+            self.save(meta.directory, self.param_dtype, learning=self.written is not None)
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
@@ -381,13 +406,13 @@ class FSDPPPOActor(FSDPEngine):
         if self.written != meta.version:
             self.write_weights(meta)
         is_disk = meta.mode == "disk"
-        keys: Any = {"dtype": self.param_dtype, "learning": self.has_sent}
+        keys: Any = {"dtype": self.param_dtype, "learning": self.written is not None}
         buckets = () if is_disk else weights.named_buckets(self.model, **keys)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
         for _ in buckets:  # all ranks gather the buckets together
             pass
-        self.has_sent = True
+        self.written = meta.version
         dist.barrier()
 
     def set_version(self, version: int) -> None:

@@ -11,7 +11,8 @@ With hidden state h, last layer W, temperature tau and the sampled token id:
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
 With N = 4,096 the two passes take 400 MiB instead of 11,740 (`python bench/loss.py`), but need four
-matrix products instead of three. Models that scale, cap or shift their logits are refused.
+matrix products instead of three. A frozen W needs two: the forward pass keeps d logp / d h, (N, D).
+Models that scale, cap or shift their logits are refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,37 +41,56 @@ def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return (hidden @ weight.t()).float()
 
 
-def chunk_results(logits: Tensor, ids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_log_p(hidden: Tensor, weight: Tensor, tau: Tensor) -> Tensor:
+    """The log-probabilities (c, V) of all tokens of the vocabulary."""
+    return torch.log_softmax(chunk_logits(hidden, weight).div_(tau[:, None]), dim=-1)
+
+
+def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """logp (c,) and entropy (c,) of a chunk."""
-    log_p = torch.log_softmax(logits / tau[:, None], dim=-1)  # (c, V)
     return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
+    """The gradient (c, V) by z of the sum of g logp + e entropy, with `g` and `e` (c,)."""
+    # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
+    p = log_p.exp()
+    grad = p * -g[:, None]
+    if e.any():
+        entropy = chunk_results(log_p, ids)[1]
+        grad -= e[:, None] * p * (log_p + entropy[:, None])
+    return grad.scatter_add_(1, ids[:, None], g[:, None])
 
 
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(weight, *tokens)
-        cut = chunks(weight, *tokens)
-        results = [chunk_results(chunk_logits(h, weight), ids, tau) for h, ids, tau in cut]
+        is_frozen = ctx.needs_input_grad[:2] == (False, True)
+        results, slopes = [], []
+        for h, ids, tau in chunks(weight, *tokens):
+            log_p = chunk_log_p(h, weight, tau)
+            results.append(chunk_results(log_p, ids))
+            if is_frozen:  # d logp / d h, now that we have the logits
+                grad = chunk_gradient(log_p, ids, 1 / tau, torch.zeros_like(tau))
+                slopes.append(grad.to(weight.dtype) @ weight)  # (c, V) @ (V, D)
+        ctx.save_for_backward(weight, *tokens, torch.cat(slopes) if is_frozen else None)
         return tuple(map(torch.cat, zip(*results)))  # (N,), (N,)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *tokens = ctx.saved_tensors
-        learns = ctx.needs_input_grad[0]  # a frozen weight needs no gradient
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None  # (V, D)
+    def backward(ctx: Any, g: Tensor, e: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *tokens, slope = ctx.saved_tensors
+        if slope is not None and not e.any():
+            return None, (g[:, None] * slope).to(weight.dtype), None, None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D)
         grad_hidden = []
-        for h, ids, tau, *grads in chunks(weight, *tokens, *gradients):
-            logits = chunk_logits(h, weight).requires_grad_()  # (c, V)
-            with torch.enable_grad():
-                results = chunk_results(logits, ids, tau)
-            grad = torch.autograd.grad(results, logits, grads)[0].to(weight.dtype)  # (c, V)
+        for h, ids, tau, g_c, e_c in chunks(weight, *tokens, g, e):
+            log_p = chunk_log_p(h, weight, tau)  # (c, V)
+            grad = chunk_gradient(log_p, ids, g_c / tau, e_c / tau).to(weight.dtype)  # (c, V)
             grad_hidden.append(grad @ weight)  # (c, V) @ (V, D)
-            if learns:
+            if ctx.needs_input_grad[0]:
                 grad_weight += grad.t() @ h  # (V, c) @ (c, D)
-            del logits, results, grad  # before the next chunk needs memory
-        grad_weight = grad_weight.to(weight.dtype) if learns else None
-        return grad_weight, torch.cat(grad_hidden), None, None
+            del log_p, grad  # before the next chunk needs memory
+        return grad_weight.to(weight.dtype), torch.cat(grad_hidden), None, None
 
 
 def token_logprobs(

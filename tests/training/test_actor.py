@@ -456,12 +456,15 @@ def test_gradients_are_clipped_to_their_norm(make_actor, limit):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_layers_that_learn_get_the_gradients_that_they_always_get(make_actor, tmp_path, tied):
-    """What is frozen has no gradient, no state in the optimizer, and keeps every bit."""
+    """What is frozen has no gradient, no state in the optimizer, and keeps every bit. Its layers
+    run once for a piece, in the pass for pi_prox."""
     path = make_family(tmp_path, "qwen3", tie_word_embeddings=tied)
     whole, part = make_actor(path), make_actor(path, frozen_layers=1)
-    batch, before = prepare(whole, make_batch()), parameters(part)
+    before, ran = parameters(part), []
+    part.frozen[0].self_attn.register_forward_pre_hook(lambda *_: ran.append(1))
     for actor in (whole, part):
-        actor.ppo_update(dict(batch))
+        actor.ppo_update(prepare(actor, make_batch()))
+    assert len(ran) == 1
     expected, found, after = gradients(whole), gradients(part), parameters(part)
     frozen = {n for n in expected if "layers.0." in n or "embed" in n}
     assert found.keys() == expected.keys() - frozen

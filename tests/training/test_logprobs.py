@@ -28,11 +28,13 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch, chunk, uses):
-    """This holds for every size of chunks, even if the loss uses one result alone."""
+    """This holds for every size of chunks, even if the loss uses one result alone, and if the last
+    layer is frozen."""
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", chunk * 29)
     results = []
-    for function in (plain, token_logprobs):
+    for function, learns in ((plain, True), (token_logprobs, True), (token_logprobs, False)):
         hidden, weight, ids, temperatures = make()
+        weight.requires_grad_(learns)
         logp, entropy = function(hidden, weight, ids, temperatures)
         factors = torch.linspace(-1, 2, len(ids))
         loss = (factors * logp).sum() * (uses != "entropy") + (factors.flip(0) * entropy).sum() * (
@@ -40,8 +42,10 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch, chunk, uses):
         )
         loss.backward()
         results.append((logp.detach(), entropy.detach(), hidden.grad, weight.grad))
-    for slow, fast in zip(*results, strict=True):
+    for slow, fast, frozen in zip(*results, strict=True):
         torch.testing.assert_close(fast, slow.float(), atol=2e-5, rtol=1e-4)
+        if frozen is not None:
+            torch.testing.assert_close(frozen, slow.float(), atol=2e-5, rtol=1e-4)
 
 
 def test_no_tokens_are_no_gradient():
