@@ -34,6 +34,7 @@ from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
 PREFILL_TOKENS = 512  # most tokens of the prompts that start together
+PIECE_PAIRS = 2**18  # of a token and a key: a piece of 128 tokens after 2,048, of 16 after 16,384
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
 
@@ -122,15 +123,18 @@ class Scheduler:
     def _choose(self) -> tuple[int, list[list[int]]]:
         """Return the first slot of the step, and what it feeds to this slot and the next ones.
 
-        A decode feeds one token to each sequence. A prefill feeds several short prompts, or a piece
-        of a longer one: the shortest, and with it those in the next slots. After a piece comes a
-        decode, so that a long prompt does not stop the others."""
+        A decode feeds one token to all from the first to the last that is ready. A prefill feeds
+        several short prompts, or a piece of a longer one: the shortest, and with it those in the
+        next slots. After a piece comes a decode, so that a long prompt does not stop the others."""
         left = [len(one.tokens) - one.cached for one in self.running]
-        if max(left) == 1 or (self.was_piece and min(left) == 1):
+        ready = [i for i, n in enumerate(left) if n == 1]
+        if ready and (self.was_piece or max(left) == 1):
             self.was_piece = False
-            return 0, [one.tokens[one.cached :][:1] for one in self.running]
-        most, columns = self.model.chunk, 0
+            batch = self.slots[ready[0] : ready[-1] + 1]
+            return ready[0], [one.tokens[one.cached :][:1] for one in batch]
         first = end = min((n, i) for i, n in enumerate(left) if n > 1)[1]
+        most = PIECE_PAIRS // (self.slots[first].cached + 1)
+        most, columns = min(self.model.chunk, max(FEWEST, most)), 0
         while end < self.n and left[end] > 1:
             wider = min(most, round_up(max(columns, left[end]), FEWEST))  # with padding
             rows = end + 1 - first
