@@ -52,12 +52,12 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
     Server and trainer have the same weights there, so only rounding may differ: about 1e-6 in
     float32. Where no pass gave pi_prox, the first mini-batch's pi_theta serves, because no
-    optimizer step came before it (with ppo_epochs=1). Without such tokens the result is 0.
+    optimizer step came before it. Without such tokens the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
-    key = "prox_logp" if "prox_logp" in batch else "theta_logp"
-    if key == "theta_logp":
-        fresh &= batch["step_fraction"][:, None] == 0
+    key = "prox_logp" if "prox_logp" in batch else "start_logp"
+    if key == "start_logp":
+        fresh &= batch[key] != 0
     apart = (batch["logprobs"] - batch[key])[fresh]
     return torch.cat([torch.zeros(1), apart]).abs().nan_to_num(torch.inf).max().item()
 

@@ -271,9 +271,10 @@ class FSDPPPOActor(FSDPEngine):
         """Make ppo_epochs * ppo_n_minibatches optimizer steps, and return their mean metrics.
 
         Writes batch["theta_logp"] (B, T), which is log pi_theta in the last pass over each row, and
-        batch["step_fraction"] (B,), the share of the step done before that pass. Raises ValueError
-        if nothing is trained, and FloatingPointError before the optimizer step of a mini-batch
-        whose loss or gradient is not finite.
+        batch["step_fraction"] (B,), the share of the step done before that pass. Without prox_logp,
+        also batch["start_logp"] (B, T): log pi_theta of the first mini-batch before any optimizer
+        step, and 0 elsewhere. Raises ValueError if nothing is trained, and FloatingPointError
+        before the optimizer step of a mini-batch whose loss or gradient is not finite.
         """
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []
@@ -287,6 +288,8 @@ class FSDPPPOActor(FSDPEngine):
         for k, (rows, count, pieces) in enumerate(steps):
             batch["step_fraction"][rows] = k / len(steps)
             found.append(self.minibatch_step(pieces, count, k / len(steps)))
+            if k == 0 and "prox_logp" not in batch:
+                batch["start_logp"] = self.gather(batch, pieces, "theta_logp")
 
         self.states.clear()
         pieces = [piece for *_, pieces in minibatches for piece in pieces]

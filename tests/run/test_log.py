@@ -38,8 +38,8 @@ def test_only_fresh_tokens_are_compared() -> None:
     batch = BATCH | {"prox_logp": BATCH["logprobs"] + torch.tensor([[9, 9, 0.25, 9]] * 3)}
     assert logp_mismatch(batch, 4) == 0.25
     assert logp_mismatch(batch, 9) == 0.0
-    first = {"theta_logp": batch["prox_logp"], "step_fraction": torch.tensor([0.5, 0, 0])}
-    assert [logp_mismatch(BATCH | first, version) for version in (4, 2)] == [0.0, 9.0]
+    first = BATCH | {"start_logp": batch["prox_logp"] * torch.tensor([[0], [1], [1]])}
+    assert [logp_mismatch(first, version) for version in (4, 2)] == [0.0, 9.0]
     batch["prox_logp"] = batch["prox_logp"] * torch.nan
     assert logp_mismatch(batch, 4) == float("inf")
 

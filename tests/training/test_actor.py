@@ -294,9 +294,9 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
         batch = stale(actor)
         batch["versions"] -= 1
         assert actor.should_compute_prox_logp() is (method == "recompute")
-        if method == "loglinear":
-            del batch["prox_logp"]
+        prox = batch.pop("prox_logp") if method == "loglinear" else None
         steps[method] = actor.ppo_update(batch), parameters(actor)
+    torch.testing.assert_close(batch["start_logp"], prox, atol=1e-5, rtol=0)
     (a, weights_a), (b, weights_b) = steps.values()
     assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
     assert_same(weights_a, weights_b, atol=1e-5)
