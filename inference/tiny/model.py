@@ -157,7 +157,8 @@ class Model:
         self.most_slots, self.positions = slots, round_up(tokens, 512)
         shape = n_layers, 2, self.positions + 1, self.groups, self.d
         self.cache = torch.zeros(shape, dtype=self.dtype)  # a page takes memory once it is written
-        self.kv = self._view(*self.fit(1))  # (layers, keys and values, slots, length, groups, d)
+        self.kv = self.cache[:, :, None, :0]  # (layers, keys and values, slots, length, groups, d)
+        self.resize(1)
 
         self.weights: dict[str, Tensor] = {}  # by their names in the folder
         self.layers = []
@@ -248,19 +249,16 @@ class Model:
         length = keys if keys < 512 else min(1 << (keys - 1).bit_length(), self.positions)
         return length, min(self.most_slots, self.positions // length)
 
-    def _view(self, length: int, slots: int) -> Tensor:
-        return self.cache[:, :, : length * slots].unflatten(2, (slots, length))
-
     @torch.inference_mode()
     def resize(self, longest: int) -> tuple[int, int]:
         """Make slots for sequences of `longest` tokens, and keep of the old ones what fits. Return
         `fit`."""
-        new = self.fit(longest)
-        old, self.kv = self.kv, self._view(*new)
-        length, slots = map(min, new, (old.shape[3], old.shape[2]))
+        old, (length, slots) = self.kv, self.fit(longest)
+        self.kv = self.cache[:, :, : length * slots].unflatten(2, (slots, length))
+        n, m = min(slots, old.shape[2]), min(length, old.shape[3])
         for source, target in zip(old, self.kv, strict=True):
-            target[:, :slots, :length] = source[:, :slots, :length].clone()
-        return new
+            target[:, :n, :m] = source[:, :n, :m].clone()
+        return length, slots
 
     @torch.inference_mode()
     def exchange(self, i: int, j: int, n: int) -> None:

@@ -129,5 +129,6 @@ def test_our_own_processes_are_told_what_the_configuration_says() -> None:
     assert json.loads(options["--sampling"])["temperature"] == 0.7
     assert json.loads(options["--hooks-args"]) == {"folder": "F"}
     assert "--tool-call-parser" not in proxy.command
+    assert "--max-total-tokens 16384 --seed" in " ".join(server.command)
     assert not re.search("k3y|adm1n", " ".join(server.command + proxy.command))
     assert {*server.variables.values()} < {*proxy.variables.values()} == {"k3y", "adm1n"}

@@ -42,6 +42,14 @@ def run(model: Model, *sequences: Sequence, scheduler: Scheduler | None = None) 
     return scheduler
 
 
+def assert_as_alone(model: Model, *sequences: Sequence) -> None:
+    """Each has the tokens and the bits that it gets alone."""
+    for one in sequences:
+        alone = Sequence(one.rid, one.prompt, one.params)
+        run(model, alone)
+        assert (alone.tokens, alone.logprobs) == (one.tokens, one.logprobs)
+
+
 def test_new_weights_compute_every_key_anew(tiny: Model, other_model_dir: Path) -> None:
     """What an update interrupts goes on, and old keys serve neither it nor the next request."""
     scheduler = Scheduler(tiny, "0", str)
@@ -120,13 +128,11 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: Model, monkeypatch: Any) -
     turn = sequence("turn 1", PROMPT, 10, seed=1)
     scheduler = run(tiny, turn, sequence("another", PROMPT[::-1], 30))
     prompt = [*turn.tokens, 5, 6, 7]
-    reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
+    reused = sequence("turn 2", prompt, 12, seed=2)
     fed = record_feeds(tiny, monkeypatch)
     run(tiny, reused, scheduler=scheduler)
     assert fed[0] == [4]  # the last token of turn 1, and three new ones
-    run(tiny, fresh)
-    assert reused.tokens == fresh.tokens
-    assert reused.logprobs == fresh.logprobs
+    assert_as_alone(tiny, reused)
 
 
 def test_a_group_computes_its_prompt_once(tiny: Model, monkeypatch: Any) -> None:
@@ -137,10 +143,7 @@ def test_a_group_computes_its_prompt_once(tiny: Model, monkeypatch: Any) -> None
     fed = record_feeds(tiny, monkeypatch)
     run(tiny, *group)
     assert sum(map(sum, fed)) == 200 + 3 + 2 + 4 * 8  # prompt, new tokens, members' last ones
-    for one in group:
-        alone = sequence(one.rid, one.prompt, 9, seed=int(one.rid))
-        run(tiny, alone)
-        assert (alone.tokens, alone.logprobs) == (one.tokens, one.logprobs)
+    assert_as_alone(tiny, *group)
 
 
 def test_a_long_prompt_does_not_stop_the_others(tiny: Model, monkeypatch: Any) -> None:
@@ -170,9 +173,7 @@ def test_a_session_does_not_hold_another(tiny_model_dir: Path) -> None:
             scheduler.step()
         assert scheduler.steps - before <= 10
         run(tiny, scheduler=scheduler)
-        alone = sequence("a/8", ask[8].prompt, 40, seed=8)
-        run(tiny, alone)
-        assert (alone.tokens, alone.logprobs) == (ask[8].tokens, ask[8].logprobs)
+        assert_as_alone(tiny, ask[8])
 
 
 def test_the_cache_is_as_large_as_was_planned(tiny_model_dir: Path) -> None:
@@ -187,10 +188,7 @@ def test_the_cache_is_as_large_as_was_planned(tiny_model_dir: Path) -> None:
         slots.add((scheduler.length, len(scheduler.slots)))
     assert slots == {(64, 6), (128, 4), (192, 2), (512, 1)}
     assert (tiny.cache.shape, tiny.context_length) == (size, 512)
-    for one in requests:
-        alone = sequence(one.rid, one.prompt, 200, seed=int(one.rid))
-        run(tiny, alone)
-        assert (alone.tokens, alone.logprobs) == (one.tokens, one.logprobs)
+    assert_as_alone(tiny, *requests)
 
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
