@@ -126,6 +126,7 @@ def test_memory_of_a_real_step(
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
     config = make_config(dtype=dtype, gradient_checkpointing=checkpointing, mb_tokens=tokens)
     actor = FSDPPPOActor(config, tmp_path)
+    actor.param_dtype = actor.dtype  # FSDP casts, as on a GPU
     actor.create_process_group()
     try:
         actor.initialize(max_steps=1)
