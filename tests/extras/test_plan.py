@@ -124,7 +124,8 @@ def test_memory_of_a_real_step(
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 1 << 16, "cuda": 1 << 16})
     shape = AutoConfig.for_model(family, vocab_size=vocabulary, tie_word_embeddings=tied, **SMALL)
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
-    config = make_config(dtype=dtype, gradient_checkpointing=checkpointing, mb_tokens=tokens)
+    keys: Any = {"gradient_checkpointing": checkpointing, "enable_tree_training": False}
+    config = make_config(dtype=dtype, mb_tokens=tokens, **keys)
     actor = FSDPPPOActor(config, tmp_path)
     actor.param_dtype = actor.dtype  # FSDP casts, as on a GPU
     actor.create_process_group()
