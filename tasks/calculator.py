@@ -12,12 +12,12 @@ and to answer "61". For that it must keep to the form, find the numbers, choose 
 model never makes a right call, and has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone.
-Each rung is above the one before, so it always pays to climb. A single number has a value, too, but
-earns nothing: it is so easy that the model would stay there.
+Each rung is above the one before, and all rungs without the right value are low: else they decide
+what is learnt, and the model settles on one operation before it has tried the others.
 
-    0.1  begins a call        0.4  a value of the problem's numbers, but by the wrong operation
-    0.2  a complete call      0.6  the right value
-    0.3  an operation         0.8  an answer that contains it      1.0  the right answer
+    0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
+    0.10  a complete call    0.6  the right value
+    0.15  an operation       0.8  an answer that contains it      1.0  the right answer
 
 **Held out.** The problems of the split "valid" come from four templates, and from numbers, that
 training never sees. So a success there was not learnt by heart.
@@ -78,34 +78,52 @@ def value_of(node: ast.expr) -> int:
 # ---------------------------------------------------------------- the agent
 
 
-def solved(question: str, expression: str, result: str) -> list[dict]:
-    """A problem, and how to solve it with the tool."""
-    call = {"name": "calc", "arguments": json.dumps({"expression": expression})}
-    calls = [{"id": "example", "type": "function", "function": call}]
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "example", "content": result},
-        {"role": "assistant", "content": result},
-    ]
+def solved(question: str, *steps: tuple[str, str]) -> list[dict]:
+    """A problem, and how to solve it with the tool. A step is an expression and its result."""
+    messages: list[dict] = [{"role": "user", "content": question}]
+    for k, (expression, result) in enumerate(steps):
+        call = {"name": "calc", "arguments": json.dumps({"expression": expression})}
+        calls = [{"id": f"example-{k}", "type": "function", "function": call}]
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"example-{k}", "content": result},
+        ]
+    return [*messages, {"role": "assistant", "content": steps[-1][1]}]
 
 
 EXAMPLES = [
-    *solved("A bag holds 15 pens. How many pens do 31 bags hold?", "15*31", "465"),
-    *solved("Tom had 60 cards and lost 18. How many cards does he have left?", "60-18", "42"),
-    *solved("A bowl has 35 nuts, and Eva adds 46. How many nuts are in the bowl?", "35+46", "81"),
+    *solved("A bag holds 15 pens. How many pens do 31 bags hold?", ("15*31", "465")),
+    *solved("Tom had 60 cards and lost 18. How many cards does he have left?", ("60-18", "42")),
+    *solved("A bowl has 35 nuts, and Eva adds 46. How many nuts are in the bowl?", ("35+46", "81")),
+    *solved("A chair costs 24 dollars. How much do 13 chairs cost?", ("24*13", "312")),
+    *solved("A pond had 70 frogs, and 29 jumped out. How many frogs are left?", ("70-29", "41")),
+    *solved("Max has 53 stamps and Kim has 16. How many do they have together?", ("53+16", "69")),
+]
+COMPOUND_EXAMPLES = [
+    *solved(
+        "A bag holds 15 pens. Kim buys 31 bags and loses 22 pens. How many pens does she have?",
+        ("15*31", "465"),
+        ("465-22", "443"),
+    ),
+    *solved(
+        "Tom had 60 cards and lost 18. Then he got 25 cards. How many cards does he have now?",
+        ("60-18", "42"),
+        ("42+25", "67"),
+    ),
 ]
 
 
 class CalculatorAgent:
-    """Solves a word problem with the calculator, in at most `max_turns` turns of the model."""
+    """Solves a word problem with the calculator: with one call, or with two if `compound`. Without
+    `graded`, only success has a reward."""
 
-    def __init__(self, max_turns: int = 2) -> None:
-        self.max_turns = max_turns
+    def __init__(self, compound: bool = False, graded: bool = True) -> None:
+        self.examples = COMPOUND_EXAMPLES if compound else EXAMPLES
+        self.max_turns, self.graded = 3 if compound else 2, graded
 
     async def converse(self, client: AsyncOpenAI, question: str) -> AsyncIterator[dict]:
         """Yield every message after the question: calls of the tool, its results, the answer."""
-        messages: list[Any] = [*EXAMPLES, {"role": "user", "content": question}]
+        messages: list[Any] = [*self.examples, {"role": "user", "content": question}]
         for _ in range(self.max_turns):
             reply = await client.chat.completions.create(
                 model="default", messages=messages, tools=TOOLS
@@ -123,11 +141,13 @@ class CalculatorAgent:
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         """Return the reward. A wrong value ends the episode, because nothing can make it right."""
         client, said = AsyncOpenAI(max_retries=0, **extra_kwargs), []
+        right = (*data.get("steps", ()), data["answer"])
         async for message in self.converse(client, data["question"]):
             said.append(message)
-            if message["role"] == "tool" and message["content"] != data["answer"]:
+            if message["role"] == "tool" and message["content"] not in right:
                 break
-        return grade(data, said)
+        reward = grade(data, said)
+        return reward if self.graded else float(success(reward))
 
 
 WORKFLOW = CalculatorAgent
@@ -135,21 +155,24 @@ WORKFLOW = CalculatorAgent
 
 def grade(data: dict, said: list[dict]) -> float:
     """Return the reward of what followed the question: at least one message, the model's first."""
-    call, *rest = said
-    if not rest:
-        return 0.1 if call.get("content", "").startswith("<tool_call>") else 0.0
-    if rest[0]["content"] != data["answer"]:
+    calls = [call for message in said for call in message.get("tool_calls") or []]
+    results = [message["content"] for message in said if message["role"] == "tool"]
+    text = said[-1].get("content", "")
+    if not results:
+        return 0.05 if text.startswith("<tool_call>") else 0.0
+    if results[-1] != data["answer"]:
         used, given = (
             sorted(re.findall(r"\d+", text))
-            for text in (call["tool_calls"][0]["function"]["arguments"], data["question"])
+            for text in (calls[len(results) - 1]["function"]["arguments"], data["question"])
         )
-        if rest[0]["content"] == "error" or len(used) < 2:
-            return 0.2
-        return 0.4 if used == given else 0.3
-    answer = rest[-1].get("content", "") if len(rest) > 1 else ""
-    if answer.strip() == data["answer"]:
+        if results[-1] == "error" or len(used) < 2:
+            return 0.1
+        return 0.2 if used == given else 0.15
+    if said[-1]["role"] == "tool":
+        return 0.6
+    if text.strip() == data["answer"]:
         return 1.0
-    return 0.8 if data["answer"] in answer else 0.6
+    return 0.8 if data["answer"] in text else 0.6
 
 
 def success(reward: float) -> bool:
@@ -192,4 +215,24 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
+    return problems
+
+
+COMPOUND = [
+    "A box holds {a} eggs. Eve buys {b} boxes, and {c} eggs break. How many are whole? * -",
+    "A ticket costs {a} dollars. Tom buys {b} and a map for {c} dollars. What does he pay? * +",
+    "Ann has {a} coins and Ben has {b} coins. They spend {c} coins. How many coins are left? + -",
+    "A train has {a} passengers. {b} get off, and {c} get on. How many are in the train? - +",
+]
+
+
+def compound() -> list[dict]:
+    """Return 96 problems in which the second call needs the result of the first."""
+    problems, rng = [], random.Random("compound")
+    for template in COMPOUND * 24:
+        c, b, a = sorted(rng.sample(range(11, 100), 3))
+        question, first, second = template.format(a=a, b=b, c=c).rsplit(" ", 2)
+        middle = calculate(f"{a}{first}{b}")
+        answer = calculate(f"{middle}{second}{c}")
+        problems.append({"question": question, "steps": [middle], "answer": answer})
     return problems

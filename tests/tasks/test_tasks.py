@@ -270,10 +270,10 @@ async def test_reward_is_a_ladder(start: Any) -> None:
     call = '<tool_call>{"name": "calc", "arguments": {"expression": "%s"}}</tool_call>'
     ladder = {
         0.0: ["132"],
-        0.1: ["<tool_call>12*11"],
-        0.2: [call % "12"],
-        0.3: [call % "12*12"],
-        0.4: [call % "12+11"],
+        0.05: ["<tool_call>12*11"],
+        0.1: [call % "12"],
+        0.15: [call % "12*12"],
+        0.2: [call % "12+11"],
         0.6: [call % "12*11", ""],
         0.8: [call % "11*12", "132 eggs"],
         1.0: [call % "12*11", " 132"],
