@@ -8,7 +8,8 @@ RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.
 numbers that were read from RUN. The figures show the following:
 
     `front.svg` and `straddle.svg` show numbers from docs/figures.json, and so does `compare.svg`,
-    whose numbers bench/compare.py measures. `timelines.svg` shows two
+    whose numbers bench/compare.py measures, and `tool.svg` (`--tool runs/seeds/tool`, the folder of
+    bench/seeds.py). `timelines.svg` shows two
     runs that bench/simulate.py simulates with the measured times of a finished run. `rewards.svg`
     shows rewards that the InteractionCache of cache.py computes.
 """
@@ -314,6 +315,30 @@ def draw_compare(data: dict[str, Any]) -> str:
     return svg(640, floor + 30, title, parts)
 
 
+def read_curves(folder: Path) -> dict[str, list[float]]:
+    """Return the success of each step, by run, of all runs in a folder."""
+    files = sorted(folder.glob("*/metrics.jsonl"))
+    return {
+        file.parent.name: [json.loads(line)["success"] for line in file.read_text().splitlines()]
+        for file in files
+    }
+
+
+def draw_tool(data: dict[str, Any]) -> str:
+    """Draw the success of a pretrained model over the steps: each run, and the mean of all."""
+    curves = list(data["tool"].values())
+    steps = min(map(len, curves))
+    mean = [sum(curve[k] for curve in curves) / len(curves) for k in range(steps)]
+    names = ["one run", *[""] * (len(curves) - 1)]
+    lines = [(name, "#a8c0d8", False, curve[:steps]) for name, curve in zip(names, curves)]
+    lines += [(f"mean of {len(curves)}", COLOURS[0], False, mean)]
+    ticks = [str(k + 1) if k % 5 == 4 or k == 0 else "" for k in range(steps)]
+    title = "SmolLM2-135M learns to call a calculator"
+    return draw_chart(
+        title, ticks, lines, 1.0, "training step", "success of the episodes of a step"
+    )
+
+
 def draw_straddle(data: dict[str, Any]) -> str:
     """Draw answers that weight updates interrupted. Each token is a square in the colour of its
     version."""
@@ -427,7 +452,7 @@ def draw_chart(
         parts.append(f'<path d="{path}" fill="none" stroke="{tint}" stroke-width="2.5"{dash}/>')
         labels.append((y(values[-1]) + 4, name, tint))
     last = -math.inf
-    for at, name, tint in sorted(labels):
+    for at, name, tint in sorted(label for label in labels if label[1]):
         last = max(at, last + 15)
         parts.append(bar(right + 4, last - 9, 10, 10, f'fill="{tint}"'))
         parts.append(text(right + 19, last, name, "small"))
@@ -452,6 +477,7 @@ def draw_all() -> dict[str, str]:
         "straddle.svg": draw_straddle(data),
         "rewards.svg": draw_tree(),
         **({"compare.svg": draw_compare(data)} if "compare" in data else {}),
+        **({"tool.svg": draw_tool(data)} if "tool" in data else {}),
     }
 
 
@@ -469,6 +495,8 @@ def keep(**numbers: Any) -> None:
 def main(words: list[str]) -> None:
     if words[:1] == ["--run"]:
         keep(run=read_run(Path(words[1]), 12))
+    elif words[:1] == ["--tool"]:
+        keep(tool=read_curves(Path(words[1])))
     elif words[:1] == ["--answers"]:
         keep(answers=read_answers(Path(words[1]), 8))
     else:

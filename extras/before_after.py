@@ -4,7 +4,7 @@ the conversations, before and after.
 
     callbacks: [extras.before_after.BeforeAfter]
 
-The base model's evaluation is kept in eval_base.json, so a restarted run has it.
+Both evaluations are kept, in eval_base.json and eval_trained.json, so a restarted run has them.
 """
 
 import json
@@ -39,6 +39,7 @@ class BeforeAfter:
             return
         print("\nevaluating the trained model")
         after = evaluate(run.executor, run.inputs)
+        (run.run_dir / "eval_trained.json").write_text(json.dumps(after))
         samples = run.inputs.validation
         for i in range(0, len(samples), -(-len(samples) // SHOWN)):
             print("\n" + "  ".join(f"{key}: {value}" for key, value in samples[i].items()))
