@@ -88,7 +88,7 @@ async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
     return answer.status_code
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from(PATHS), raws)
 def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
     """The status of the reply to any body is 200 or 4xx."""
@@ -125,7 +125,7 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(
         ["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]

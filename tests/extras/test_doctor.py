@@ -145,6 +145,9 @@ def start(
     doctor = kind(config)
     doctor.over.set()
     doctor.on_start(run)
+    for thread in threading.enumerate():
+        if thread.name == "doctor":
+            thread.join()
     return doctor, run
 
 

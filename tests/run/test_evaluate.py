@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from runs import command, finish
 
 from run.config import load
@@ -28,6 +29,7 @@ def test_a_workflow_is_evaluated_with_another_sampling(tiny_model_dir: Path) -> 
     assert evaluated == trained.new(greedy=True, top_k=3)
 
 
+@pytest.mark.runs
 def test_evaluation_by_itself(tmp_path: Path) -> None:
     """mode=eval runs the validation prompts and writes eval.json."""
     done = finish(command(tmp_path, "mode=eval"))

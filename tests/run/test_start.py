@@ -104,6 +104,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """Even `kill -9` of train.py ends servers and proxies, whatever an agent has forked."""
@@ -116,6 +117,7 @@ def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Si
         wait_gone(pid)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) -> None:
     """The run names the process and the end of its log, and the command that goes on."""
@@ -148,6 +150,7 @@ def test_an_agent_that_never_works_ends_the_run(tmp_path: Path, agent: str, reas
     assert (tmp_path / "e/t/logs/failures.log").exists() or agent == "NoneAgent"
 
 
+@pytest.mark.runs
 def test_the_core_runs_without_extras(tmp_path: Path) -> None:
     """The demo trains with extras/ made unimportable."""
     code = (
