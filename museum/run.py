@@ -8,6 +8,7 @@ The checkout is never changed: a copy is a temporary folder. What a run writes i
 --all makes only runs that have no report yet; delete runs/museum to make all of them again.
 """
 
+import gc
 import json
 import os
 import re
@@ -97,12 +98,18 @@ def run_unit_tests() -> dict[str, int]:
 
     The large packages are imported once, and each test runs in a fork.
     """
+    import fastapi  # noqa: F401
+    import httpx_aiohttp  # noqa: F401
+    import hypothesis.strategies  # noqa: F401
     import openai.types.chat  # noqa: F401
     import pytest
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp  # noqa: F401
+    import uvicorn  # noqa: F401
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a fork's collections pass over these packages
     codes = {}
     for name in EXHIBITS:
         with tempfile.TemporaryDirectory() as folder, (RUNS / f"{name}.log").open("w") as log:
@@ -111,13 +118,8 @@ def run_unit_tests() -> dict[str, int]:
                 os.chdir(code)
                 os.dup2(log.fileno(), 1)
                 sys.path[0], status = str(code), -1
-                quiet = [
-                    "-x",
-                    "-p",
-                    "no:cacheprovider",
-                    "-W",
-                    "ignore::pytest.PytestAssertRewriteWarning",
-                ]
+                quiet = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-W"]
+                quiet.append("ignore::pytest.PytestAssertRewriteWarning")
                 try:
                     status = pytest.main([*quiet, in_solution(name, "Unit test")])
                 finally:
