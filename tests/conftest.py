@@ -3,6 +3,7 @@
 torch and transformers are imported where they are needed, so that tests without them start at once.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -42,6 +43,8 @@ LONGEST = {"test_train.py", "test_museum.py", "test_modes.py", "test_tiny_server
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    gc.collect()
+    gc.freeze()  # later collections pass over torch and transformers
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from runs import command, finish
 from extras.endpoint import evaluate_endpoint
 from run.config import load
 from run.inputs import Inputs
+from run.start import begin
 
 
 class Agent:
@@ -51,10 +52,13 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy) -> None:
     assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
 
 
-def test_an_evaluation_that_nobody_answers_has_failed(tmp_path: Path) -> None:
+def test_an_evaluation_that_nobody_answers_has_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The exit code says so, eval.json counts the rejected episodes, and the failure is shown."""
-    words = ["mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1"]
-    done = finish(command(tmp_path, *words), code=1)
-    assert "failed 6 times: eval-rollout task 0 failed: APIConnectionError" in done.stderr
-    assert done.stderr.splitlines()[-1] == "error: no episode of the evaluation has a reward"
+    words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
+    with pytest.raises(SystemExit, match=r"^error: no episode of the evaluation has a reward$"):
+        begin(words[words.index("train.py") + 1 :])  # Python says this text, and exits with 1
+    said = "failed 6 times: eval-rollout task 0 failed: APIConnectionError"
+    assert said in capsys.readouterr().err
     assert json.loads((tmp_path / "e/t/eval.json").read_text())["eval_rejected"] == 6

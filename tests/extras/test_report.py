@@ -146,10 +146,10 @@ def test_an_agents_text_stays_text(folder: Path) -> None:
 def test_a_page_is_small(folder: Path) -> None:
     """A page has at most MAX_TOKENS tokens, and yet the rewards of all rows."""
     batch = make_batch()
-    wide = {key: x.repeat(500, *[1] * (x.dim() - 1)) for key, x in batch.items()}
+    wide = {key: x.repeat(200, *[1] * (x.dim() - 1)) for key, x in batch.items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
     wide["parents"].fill_(-1)
-    for step in range(8, 80):
+    for step in range(8, 50):
         save_file(wide, folder / "tokens" / f"{step:05d}.safetensors")
     page = make_page([folder])
     [run] = read_page(page)
@@ -158,8 +158,8 @@ def test_a_page_is_small(folder: Path) -> None:
         < sum(len(turn["ids"]) for step in run["steps"] for turn in step["turns"])
         <= MAX_TOKENS
     )
-    assert sum(len(group["rewards"]) for group in run["steps"][-1]["groups"]) == 2000
-    assert [step["step"] for step in run["steps"]][:: len(run["steps"]) - 1] == [5, 79]
+    assert sum(len(group["rewards"]) for group in run["steps"][-1]["groups"]) == 800
+    assert [step["step"] for step in run["steps"]][:: len(run["steps"]) - 1] == [5, 49]
     assert len(page) < 5e6
 
 
