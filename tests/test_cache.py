@@ -1,17 +1,15 @@
 """The calls of a session as a tree: parents, rewards, side conversations, rows."""
 
-import json
 import math
 import sys
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import normal, said, user
+from harness import said, user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +18,6 @@ from calls.messages import canonical
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
-DATA = Path(__file__).parent / "data/chat_pairs.jsonl"
-PAIRS = [json.loads(line) for line in DATA.read_text().splitlines()]
 Messages = list[dict[str, Any]]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -243,14 +239,6 @@ def test_what_failed_leaves_no_trace(session: list[Call]) -> None:
 
 
 # ---- parents
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
-def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
-    """A framework that writes the history down differently still continues its turn."""
-    parent, child = ([normal(m) for m in pair[name]] for name in ("parent", "child"))
-    cache = cache_of(turn(parent, normal(pair["reply"])), Interaction(child))
-    assert cache["1"].parent is cache["0"]
 
 
 def test_a_conversation_is_kept_once() -> None:

@@ -31,7 +31,7 @@ import httpx
 import pytest
 import torch
 import yaml
-from conftest import StartServer
+from conftest import ROOT, StartServer
 from harness import ADMIN, HELLO, Harness, ScriptedEngine
 from openai.types.chat import ChatCompletion
 from scripted import loader
@@ -250,9 +250,12 @@ CONFIGURATIONS = (
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_is_a_recipe(name: str, tmp_path: Path):
-    """A YAML example is a preset that lies over a recipe."""
+    """A YAML example is a preset that lies over a recipe, and the presets of configs/ set exactly
+    the keys and values of the write-up."""
     preset = tmp_path / "preset.yaml"
     preset.write_text(block(name))
+    if (ours := ROOT / f"configs/{name}.yaml").exists():
+        assert yaml.safe_load(ours.read_text()) == yaml.safe_load(block(name))
     config, _ = load(["--config", "demo", "--config", str(preset)])
     todo: list[tuple[str, Any]] = [*yaml.safe_load(preset.read_text()).items()]
     for key, value in todo:

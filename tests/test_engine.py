@@ -27,6 +27,7 @@ from inference.io_struct import (
 )
 from inference.weights import WeightUpdateMeta
 
+pytestmark = pytest.mark.anyio
 A, B = "http://a", "http://b"
 Answer = httpx.Response | Exception | Callable[[], Coroutine[Any, Any, httpx.Response]]
 
@@ -96,7 +97,6 @@ def request(*ids: int, **params: Any) -> ModelRequest:
 # Interruption
 
 
-@pytest.mark.anyio
 async def test_spans_within_one_answer():
     """In mode `retract` an interrupted request has one answer, whose spans say where the weights
     changed."""
@@ -130,7 +130,6 @@ def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
     assert len({body["rid"] for body in script.sent()}) == len(cuts) + 1
 
 
-@pytest.mark.anyio
 async def test_abort_that_spent_the_budget_is_length():
     """An aborted answer with the last allowed token ends the completion."""
     script = Script(generated([4, 5], "abort"))
@@ -138,7 +137,6 @@ async def test_abort_that_spent_the_budget_is_length():
     assert (response.stop_reason, len(script.sent())) == ("length", 1)
 
 
-@pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
     """After each abort without a new token the engine waits."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
@@ -147,7 +145,6 @@ async def test_empty_aborts_are_no_storm():
     assert script.slept == [0.5] * 40
 
 
-@pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
     """In mode `abort` an update ends every segment, so each has one version even without spans."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
@@ -176,7 +173,6 @@ class Halves(Hooks):
             response.stop_reason = "abort"
 
 
-@pytest.mark.anyio
 async def test_a_hook_bounds_a_segment_and_asks_for_another():
     """A hook sees the completion before and after each segment, and decides where it is cut."""
     hooks = Halves()
@@ -187,7 +183,6 @@ async def test_a_hook_bounds_a_segment_and_asks_for_another():
     assert hooks.seen == [0, [4, 5], 2, [4, 5, 6]]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("refusing", [False, True])
 async def test_a_hook_sees_failures(refusing: bool):
     """after_segment gets the error of a failed segment, and that of a hook that refuses it."""
@@ -208,7 +203,6 @@ async def test_a_hook_sees_failures(refusing: bool):
 # Failures
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "failure",
     [
@@ -229,7 +223,6 @@ async def test_failure_keeps_what_was_generated(failure: Answer):
     assert 0.5 <= script.slept[0] <= 1.0 <= script.slept[1] <= 2.0
 
 
-@pytest.mark.anyio
 async def test_a_failed_server_hands_over():
     """The next server of the ranking goes on; when all retries fail, the error names the server."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
@@ -243,7 +236,6 @@ async def test_a_failed_server_hands_over():
     assert (caught.value.status, len(script.sent())) == (503, 3)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("status", [400, 422])
 async def test_a_wrong_request_is_sent_once(status: int):
     """After a 4xx the engine does not retry, and its error has the server's words."""
@@ -253,7 +245,6 @@ async def test_a_wrong_request_is_sent_once(status: int):
     assert (caught.value.status, len(script.sent())) == (400, 1)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("status", "wanted", "asked"), [(400, 400, 1), (503, 503, 3), (500, 503, 3)]
 )
@@ -284,7 +275,6 @@ NONSENSE = {
 }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE.keys())
 async def test_an_answer_that_makes_no_sense_is_refused(answer: httpx.Response) -> None:
     """An answer is checked before it is believed: another server is asked, or the request fails."""
@@ -296,7 +286,6 @@ async def test_an_answer_that_makes_no_sense_is_refused(answer: httpx.Response) 
     assert caught.value.status == 502
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("failure", [asyncio.CancelledError, httpx.ReadTimeout])
 async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
     """A server does not notice that its client is gone, so a cancelled request sends an abort."""
@@ -321,7 +310,6 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
 # What is sent
 
 
-@pytest.mark.anyio
 async def test_a_prompt_that_fills_the_context_is_not_sent():
     """The client gets OpenAI's name of the error."""
     script = Script(generated([1]))
@@ -333,7 +321,6 @@ async def test_a_prompt_that_fills_the_context_is_not_sent():
     assert script.requests == []
 
 
-@pytest.mark.anyio
 async def test_every_sampling_parameter_is_sent():
     """A server never uses its own default, which the trainer would not know, and a seed has at most
     63 bits."""
@@ -361,7 +348,6 @@ async def test_every_sampling_parameter_is_sent():
     assert plain.keys() == expected.keys() - {"sampling_seed"}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("params", [{"greedy": True}, {"temperature": 0.0}, {"temperature": 9e-7}])
 async def test_greedy_is_temperature_zero(params: dict[str, Any]):
     """Greedy tokens are sent as temperature 0, have logprobs at 1, and are not trained exactly."""

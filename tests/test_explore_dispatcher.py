@@ -50,6 +50,7 @@ def test_random_walks_far_beyond_the_bounds_keep_every_property(mode: str, bound
 
 CHECK = "            self.manager.check_age(self.head_version(data))\n"
 LOOP = f"{CHECK}        for task_id in batch:\n"
+POPS = "            self.order.popitem(last=False)\n"
 REJECTED = "self.manager.on_rollout_rejected(failed=error is not None)"
 MUTANTS = [  # property, mode, module, code, changed code
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(version + 9) *"),
@@ -63,13 +64,7 @@ MUTANTS = [  # property, mode, module, code, changed code
     ("starvation", "drop", DISPATCHER, "move_to_end(task_id)", "move_to_end(task_id, last=False)"),
     ("lost", "mask", DISPATCHER, "if data is None]):", "if data != self.order[i]]):"),
     ("lost", "mask", STALENESS, "_version() - self.max_staleness\n", "_version()\n"),
-    (
-        "kept",
-        "wait",
-        DISPATCHER,
-        f"{LOOP}            del self.order[task_id]\n",
-        f"            self.order.popitem(last=False)\n{LOOP}",
-    ),
+    ("kept", "wait", DISPATCHER, f"{LOOP}            del self.order[task_id]\n", f"{POPS}{LOOP}"),
     ("kept", "wait", DISPATCHER, CHECK, f"            self.order.move_to_end(max(batch))\n{CHECK}"),
     ("restart", "wait", STALENESS, "accepted = version *", "accepted = (version + 9) *"),
     ("restart", "drop", EXECUTOR, "self.gate.on_version_recovered(version)", "pass"),

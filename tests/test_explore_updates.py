@@ -32,27 +32,17 @@ def test_random_walks_far_beyond_the_bounds_keep_every_property(bounds: UpdateBo
 ONE, ABORT = UpdateBounds(tokens=1), UpdateBounds(pause_mode="abort")
 TWO = UpdateBounds(1, 2, 2, 1, "abort")
 SEGMENT = "segment = parse_segment(answer)"
+ALL_ZERO = "segment.output_versions = [0] * segment.output_len"
+TELLS_THE_PROXY = 'Servers(*self.proxy).post_all("/set_version", {"version": version})'
 NEVER = "await asyncio.Event().wait()"
 MUTANTS = [  # property, bounds, module, code, changed code
-    (
-        "label",
-        ONE,
-        ENGINE,
-        SEGMENT,
-        f"{SEGMENT}; segment.output_versions = [0] * segment.output_len",
-    ),
+    ("label", ONE, ENGINE, SEGMENT, f"{SEGMENT}; {ALL_ZERO}"),
     ("label", ONE, SERVERS, "<= v <= self.limit", "<= v"),
     ("falls", TWO, ENGINE, "oldest = self.servers.newest", "oldest = 0"),
     ("falls", TWO, SERVERS, "not sent_after <= v", "not 0 <= v"),
     ("lost", ABORT, ENGINE, 'if response.stop_reason != "abort" or', "if True or"),
     ("lost", ONE, ENGINE, "failures > self.request_retries", "failures >= self.request_retries"),
-    (
-        "lost",
-        ONE,
-        ENGINE,
-        'Servers(*self.proxy).post_all("/set_version", {"version": version})',
-        "pass",
-    ),
+    ("lost", ONE, ENGINE, TELLS_THE_PROXY, "pass"),
     ("has", ONE, WEIGHTS, 'f"{meta.version}-incomplete"', "str(meta.version)"),
     ("has", ONE, WEIGHTS, '"weight_version": str(meta.version)', '"weight_version": ""'),
     ("has", ONE, SERVERS, "if failed := [", "if failed := [][:0] and ["),

@@ -1,7 +1,7 @@
 """These tests check the figures of the pages: docs/figures.py draws the figures from numbers that
 the repository keeps."""
 
-import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,16 +9,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import ROOT
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import figures  # type: ignore[import-not-found]
 
 from cache import InteractionCache
-
-spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
-assert spec is not None
-assert spec.loader is not None
-figures: Any = importlib.util.module_from_spec(spec)
-sys.modules["figures"] = figures
-spec.loader.exec_module(figures)
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +82,6 @@ def test_a_synchronous_timeline_never_generates_while_it_trains() -> None:
 def test_the_times_of_a_run_are_read(tmp_path: Path) -> None:
     """`read_run` takes groups, steps and updates from trace.json, and the versions of trained
     tokens from tokens/."""
-    import json
-
-    import torch
-    from safetensors.torch import save_file
-
     events: list[dict[str, Any]] = [
         {"ph": "b", "name": "group", "id": "1:0", "ts": 1e6},
         {"ph": "e", "name": "group", "id": "1:0", "ts": 3e6},

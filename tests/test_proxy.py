@@ -2,6 +2,7 @@
 the trainer."""
 
 import asyncio
+import itertools
 import os
 import re
 import socket
@@ -231,14 +232,17 @@ async def test_a_body_is_json_whatever_it_says_it_is(
 async def test_an_engines_refusal_is_passed_on(
     start: Start, error: Exception, status: int, kind: str
 ) -> None:
-    """The agent gets its status, and nothing stays in the tree."""
+    """The agent gets its status, also if it asked for a stream, and nothing stays in the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
-    answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO})
-    assert answer.status_code == status
-    assert answer.json()["error"] == {"message": str(error), "type": kind}
-    assert not harness.proxy.find(session).cache
+    for path, streams in itertools.product(("chat/completions", "messages"), (False, True)):
+        body = {"messages": HELLO, "stream": streams}
+        answer = await harness.post(f"/{session}/v1/{path}", body)
+        assert answer.status_code == status
+        said = {"message": str(error), "type": kind}
+        assert answer.json() == {"type": "error", "error": said}
+        assert not harness.proxy.find(session).cache
     harness.engine.error = None
     await harness.chat(session, HELLO)
     assert len(await harness.export(session)) == 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.dispatcher import DispatchState
@@ -83,7 +83,6 @@ def test_a_rejected_rollout_gives_its_place_back():
 EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
     """An impossible event raises and counts nothing; nobody is lost in any order of events."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from harness import HELLO, normal, said, tool
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import Interaction, InteractionCache
@@ -106,7 +106,6 @@ PLACES = [
 ]
 
 
-@settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
     """A history with a changed text, name, call id or argument is a different conversation."""
@@ -130,7 +129,6 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
     assert not begins_with(read(pair)[2], parent + output)
 
 
-@settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
     """A name and the marks of a cache count for nothing."""

@@ -14,25 +14,20 @@ from inference.io_struct import GenerationHyperparameters, ModelResponse
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 STRIPS = "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}"
+OPENS = TAIL.replace("assistant\n", "assistant\n<think>\n")
+ENDS = TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif")
+MARK = "{% if m.role == 'assistant' %}<|im_end|>{% else %}<|endoftext|>{% endif %}"
 TEMPLATES = {
     "plain": HEAD + "{{ m.content }}<|im_end|>\n" + TAIL,
     "drops reasoning": HEAD + STRIPS + "<|im_end|>\n" + TAIL,
-    "opens reasoning": HEAD
-    + STRIPS
-    + "<|im_end|>\n"
-    + TAIL.replace("assistant\n", "assistant\n<think>\n"),
+    "opens reasoning": HEAD + STRIPS + "<|im_end|>\n" + OPENS,
     "newline before the end": HEAD + "{{ m.content }}\n<|im_end|>\n" + TAIL,
     "newlines behind the end": HEAD + "{{ m.content }}<|im_end|>\n\n\n" + TAIL,
     "no newline": HEAD + "{{ m.content }}<|im_end|>" + TAIL,
-    "another end of a user's turn": HEAD
-    + "{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% else %}<|endoftext|>{% endif %}"
-    + TAIL,
-    "another end of the whole": HEAD
-    + "{{ m.content }}<|im_end|>"
-    + TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif"),
-    "nothing at the end": HEAD
-    + "{{ m.content }}"
-    + TAIL,  # the model itself samples the marker of the next role
+    "another end of a user's turn": HEAD + "{{ m.content }}" + MARK + TAIL,
+    "another end of the whole": HEAD + "{{ m.content }}<|im_end|>" + ENDS,
+    # the model itself samples the marker of the next role
+    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,
 }
 
 

@@ -140,7 +140,7 @@ MESSAGES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(NAMES), MESSAGES, st.sampled_from(["stop", "length"]), st.integers(0, 3))
 def test_a_stream_is_the_whole_reply(
     name: str, message: dict[str, Any], stop_reason: str, progress: int
@@ -158,7 +158,6 @@ def test_a_stream_is_the_whole_reply(
         event.validate_python(data)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(NAMES), MESSAGES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, message: dict[str, Any]) -> None:
     """This holds in every protocol."""

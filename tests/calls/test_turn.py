@@ -106,19 +106,6 @@ async def test_an_error_in_the_middle_is_an_event(
     assert len(cache) == 0
 
 
-@pytest.mark.parametrize("streams", [True, False])
-async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """A call that is refused at once gets an HTTP status, also if it asked for a stream."""
-    harness = start()
-    session = await harness.start()
-    harness.engine.error = EngineError("the prompt is too long", 400)
-    answer = await harness.post(f"/{session}/v1/messages", {**STREAM, "stream": streams})
-    assert answer.status_code == 400
-    error = {"type": "invalid_request_error", "message": "the prompt is too long"}
-    assert answer.json() == {"type": "error", "error": error}
-    assert len(cache_of(harness, session)) == 0
-
-
 # ---- tools
 
 

@@ -118,6 +118,7 @@ def test_a_variant_is_what_the_loop_adds_up(loss_fn, row, keys):
 
 
 VARIANTS = [
+    partial(ppo_actor_loss_fn, c_clip=2.0),
     *(cispo, gspo, truncate, row_weight, partial(icepop, floor=0.7)),
     *(partial(reject, **{name: bound}) for name, bound in TESTS.items()),
 ]
@@ -125,16 +126,19 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_untrained_tokens_change_no_variant(variant, poison):
-    """Not even NaN at an untrained token leaks, and a grid gives what flat tokens give."""
+def test_untrained_tokens_change_no_loss(variant, poison):
+    """Not even NaN at an untrained token leaks into loss, gradient or metrics, in whichever tensor
+    it is; and a grid gives what flat tokens give."""
     *clean, mask = random_tokens(1)
     results = []
-    for tensors in (clean, [x.masked_fill(mask == 0, poison) for x in clean]):
+    for poisoned in [(), *((i,) for i in range(4)), range(4)]:
+        given = [x.masked_fill(mask == 0, poison) for x in clean]
+        tensors = [given[i] if i in poisoned else clean[i] for i in range(4)]
         leaf = tensors[0].clone().requires_grad_()
         loss, stats = variant(leaf, *tensors[1:], mask)
         loss.backward()
         results.append((torch.stack([loss, *stats.values()]).detach(), leaf.grad))
-    assert all(map(torch.equal, *results))
+    assert all(all(map(torch.equal, results[0], result)) for result in results)
     on = mask > 0
     ids = torch.arange(6)[:, None].expand(mask.shape)[on]
     flat, _ = variant(*(x[on] for x in (*clean, mask)), sequence_ids=ids, denominator=int(on.sum()))

@@ -30,6 +30,7 @@ from rollout.executor import WorkflowExecutor
 from run.config import ConfigError, RolloutConfig, load
 from staleness import StalenessManager
 
+pytestmark = pytest.mark.anyio
 Fact = dict[str, Any]
 PROMPT = [5, 6]
 CODE = {"code": "c", "torch": "t", "ranks": 1}
@@ -162,7 +163,6 @@ def request(name: str = "7-0.0", ids: list[int] = PROMPT) -> ModelRequest:
     return ModelRequest(list(ids), gconfig=g, call=name)
 
 
-@pytest.mark.anyio
 async def test_each_span_waits_for_its_version(follow: Any) -> None:
     """A replay asks for the tokens of a span when the servers have its version, and records it."""
     engine, hooks, servers = follow(RECORDED)
@@ -180,7 +180,6 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
     assert hooks.own.read().find("7-0.0") == RECORDED
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", ["7-0.0", "7.0"])
 async def test_a_failed_call_fails_again(follow: Any, name: str) -> None:
     """The status is the same, so the agent acts the same. A lone episode has no member."""
@@ -191,7 +190,6 @@ async def test_a_failed_call_fails_again(follow: Any, name: str) -> None:
     assert hooks.own.read().find(name) == call(name, [], failed=503)
 
 
-@pytest.mark.anyio
 async def test_a_closed_call_is_recorded_as_failed(follow: Any) -> None:
     """An agent that hangs up cancels its call, which has no answer in a replay either."""
     engine, hooks, _ = follow(RECORDED)
@@ -204,7 +202,6 @@ async def test_a_closed_call_is_recorded_as_failed(follow: Any) -> None:
     assert hooks.own.read().find("7-0.0")["failed"] == 499
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
     """Calls of evaluations, and of sessions without a task's number, are free and leave no line."""

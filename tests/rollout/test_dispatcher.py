@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState
-from staleness import RolloutStat, StalenessError, StalenessManager
+from staleness import RolloutStat, StalenessManager
 
 DEADLINE = 10.0
 
@@ -222,19 +222,6 @@ def test_one_success_ends_a_row_of_failures(make_stage):
     stage.submit(*range(22))
     assert stage.take(2) == [0, 21]
     assert stage.manager.get_stats() == RolloutStat(accepted=2, rejected=20, failed=10)
-
-
-def test_a_stale_group_is_an_error_and_stays(make_stage):
-    """A group older than eta raises StalenessError, and is not consumed."""
-    stage = make_stage(eta=0, batch=1)
-    stage.submit(0)
-    stage.started(1)
-    stage.finish(0)
-    stage.new_version(1)
-    with pytest.raises(StalenessError, match=r"rollout\.stale=mask"):
-        stage.take(1)
-    stage.version = 0
-    assert stage.take(1) == [0]
 
 
 # ---- one task

@@ -99,12 +99,16 @@ def test_every_sample_is_served_by_the_arguments_that_drew_it(make: Make) -> Non
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
 
-def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make) -> None:
+def is_not_2(traj: dict[str, torch.Tensor]) -> bool:
+    return bool(traj["rewards"][0] != 2)
+
+
+@pytest.mark.parametrize("accept", [is_not_2, f"{__name__}.is_not_2"])
+def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make, accept: Any) -> None:
     """A listener hears of each event, and of the versions and rewards of a group."""
     executor, heard = make(), list[Any]()
     executor.listeners.append(lambda *event: heard.append(event))
     workflow = Echo(fails=(0,), rejects=(1,))
-    accept = lambda traj: bool(traj["rewards"][0] != 2)  # noqa: E731
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, accept)
     assert batch["rewards"].tolist() == [3.0, 4.0]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, rejected=3, failed=1)
@@ -145,16 +149,6 @@ def test_the_size_of_a_group(make: Make, given: Any, rows: int) -> None:
     executor = make(gconfig=GenerationHyperparameters(n_samples=3))
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), group_size=given)
     assert len(batch["rewards"]) == 2 * rows
-
-
-def test_should_accept_fn_may_be_named(make: Make) -> None:
-    """Its path "module.function" names it."""
-    batch = make().prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
-    assert batch["rewards"].tolist() == [0.0, 2.0]
-
-
-def is_even(traj: dict[str, torch.Tensor]) -> bool:
-    return traj["rewards"][0].item() % 2 == 0
 
 
 # ---------------------------------------------------------------- restarts

@@ -2,10 +2,8 @@
 leaves behind only for the next one."""
 
 import asyncio
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +19,7 @@ import pytest
 import torch
 from conftest import ROOT
 from openai import AsyncOpenAI, DefaultAioHttpClient
-from runs import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
+from runs import assert_gone
 
 from calls.client import ProxyAddress
 from engine import RemoteInfEngine
@@ -33,7 +31,6 @@ from workflow import WorkflowContext, resolve_workflow, to_tensors, workflow_con
 
 pytestmark = pytest.mark.anyio
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
-SUBPROC = ("rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2")
 ONE: dict[str, Any] = {"mode": "subproc", "subproc_max_workers": 1}
 FAILED = [None], RolloutStat(rejected=1, failed=1)
 Run = Callable[..., Any]
@@ -267,27 +264,6 @@ def test_destroy_ends_agents_that_run(
         executor.dispatcher.destroy()
         assert file.read() == ""
     engine.destroy()
-
-
-# ---------------------------------------------------------------- a run
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
-    """After Ctrl-C or kill -9 of the trainer."""
-    words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
-    process, pids = start_and_wait_for_step(tmp_path, *words)
-    assert len([name for name in pids if "workers.serve" in name]) in (1, 2)
-    process.send_signal(end)
-    process.communicate(timeout=30)
-    metrics = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
-    check_metrics([json.loads(metrics[0])], eta=2)
-    if end is signal.SIGINT:
-        assert process.returncode == 130
-        assert_gone(pids)
-    for pid in pids.values():
-        wait_gone(pid)
 
 
 # ---------------------------------------------------------------- the pool of processes

@@ -7,7 +7,6 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import ROOT
 from test_structure import MODULES
 
@@ -115,29 +114,6 @@ def test_recipes_are_found_by_name() -> None:
     assert config_of("--config", "gsm8k") == config_of("--config", "configs/gsm8k.yaml")
     for path in (ROOT / "configs").glob("*.yaml"):
         config_of("--config", "demo", "--config", path.stem)
-
-
-WRITE_UP = {  # sections 8.1 to 8.3 of the write-up, key by key
-    "debug": """
-rollout: {max_head_offpolicyness: 0, max_concurrent_rollouts: 1}
-actor: {use_decoupled_loss: false, recompute_logprob: true}
-""",
-    "throughput": """
-rollout: {max_head_offpolicyness: 6, max_concurrent_rollouts: 128, consumer_batch_size: 32}
-actor: {use_decoupled_loss: true, recompute_logprob: true, prox_logp_method: loglinear}
-""",
-    "stability": """
-rollout: {max_head_offpolicyness: 2, max_concurrent_rollouts: 32}
-actor: {use_decoupled_loss: true, recompute_logprob: true, prox_logp_method: recompute}
-""",
-}
-
-
-@pytest.mark.parametrize("name", WRITE_UP)
-def test_presets_are_the_write_ups(name: str) -> None:
-    """A preset sets exactly the keys and values of the write-up."""
-    ours, theirs = (ROOT / f"configs/{name}.yaml").read_text(), WRITE_UP[name]
-    assert yaml.safe_load(ours) == yaml.safe_load(theirs)
 
 
 def test_aliases_of_the_documents() -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, rest_of
-from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
+from runs import (
+    SMALL_GUESS,
+    assert_gone,
+    check_metrics,
+    command,
+    finish,
+    metrics_of,
+    start_and_wait_for_step,
+    wait_gone,
+)
 
 from run.config import ConfigError, load
 from run.start import Run, revision
@@ -88,11 +97,19 @@ def test_help_and_mistakes_need_no_torch(
 # ---- whole runs
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+SUBPROC = ["rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2"]
+SUBPROC += ["train_dataset.batch_size=2"]
+FORKS = ["workflow=sick_agents.ForkingAgent"]
+
+
+@pytest.mark.parametrize("words", [[], pytest.param(SUBPROC, marks=pytest.mark.runs)])
+def test_ctrl_c(tmp_path: Path, words: list[str]) -> None:
     """Ctrl-C ends a run at once, with exit code 130 and the command that goes on; no process is
-    left."""
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
+    left, also none of the agents' processes."""
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
     assert {"inference.tiny.server", "proxy"} <= set(pids)
+    assert len([name for name in pids if "workers.serve" in name]) in ((1, 2) if words else (0,))
+    check_metrics(metrics_of(tmp_path)[:1], eta=2)
     process.send_signal(signal.SIGINT)
     output = rest_of(process, 60)
     assert process.returncode == 130, output
@@ -105,11 +122,16 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
-    """Even `kill -9` of train.py ends servers and proxies, whatever an agent has forked."""
-    words = [*SMALL_GUESS, "max_steps=10000", "workflow=sick_agents.ForkingAgent"]
-    process, pids = start_and_wait_for_step(tmp_path, *words)
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGTERM, FORKS), (signal.SIGKILL, FORKS), (signal.SIGKILL, SUBPROC)],
+)
+def test_a_run_that_is_ended_leaves_no_process(
+    tmp_path: Path, number: signal.Signals, words: list[str]
+) -> None:
+    """Even `kill -9` of train.py ends servers, proxies and the agents' processes, whatever an agent
+    has forked."""
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
     process.send_signal(number)
     rest_of(process, 60)
     assert process.returncode == (143 if number == signal.SIGTERM else -9)
