@@ -310,17 +310,6 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
 # What is sent
 
 
-async def test_a_prompt_that_fills_the_context_is_not_sent():
-    """The client gets OpenAI's name of the error."""
-    script = Script(generated([1]))
-    engine = script.engine()
-    engine.context_length = 64
-    with pytest.raises(EngineError, match="prompt is too long: 64 tokens > 64") as caught:
-        await engine.agenerate(ModelRequest([1] * 64))
-    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
-    assert script.requests == []
-
-
 async def test_every_sampling_parameter_is_sent():
     """A server never uses its own default, which the trainer would not know, and a seed has at most
     63 bits."""

@@ -101,12 +101,6 @@ def test_a_planted_error_is_found_by_name(
 # ---- the events of real runs
 
 
-def swapped(events: list[Any], first: int, second: int) -> list[Any]:
-    changed = [*events]
-    changed[first], changed[second] = events[second], events[first]
-    return changed
-
-
 @pytest.mark.runs
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_a_real_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
@@ -126,10 +120,11 @@ def test_a_real_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: i
     accepted = next(
         k for k, record in enumerate(events) if record[:2] == ("accept", events[consumed[0]][1])
     )
-    early = [*events]
+    swapped, early = [*events], [*events]
+    swapped[consumed[0]], swapped[consumed[-1]] = events[consumed[-1]], events[consumed[0]]
     early.insert(starts[1], early.pop(starts[-1]))
     planted = [
-        swapped(events, consumed[0], consumed[-1]),
+        swapped,
         early,
         [*events[: consumed[-1]], events[consumed[0]], *events[consumed[-1] :]],
         events[:accepted] + events[accepted + 1 :],

@@ -197,6 +197,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
         (b'{"messages": [', 400),
         (b"[1]", 400),
         (b"", 400),
+        (b"\xff", 400),
         (b'{"messages": []}', 400),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),

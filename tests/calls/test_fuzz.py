@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 PATHS = ["chat/completions", "responses", "messages"]
+MANAGEMENT = ["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]
 TOOL = tool("f") | {"name": "f", "input_schema": {}}
 GOOD: dict[str, Any] = {"messages": HELLO, "input": "hello", "max_tokens": 5, "tools": [TOOL]}
 
@@ -126,12 +127,7 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
 
 
 @settings(max_examples=40)
-@given(
-    st.sampled_from(
-        ["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]
-    ),
-    raws,
-)
+@given(st.sampled_from(MANAGEMENT), raws)
 def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
     """The trainer's mistakes are 4xx, too."""
 

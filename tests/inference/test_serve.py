@@ -15,7 +15,7 @@ from conftest import ROOT
 from fastapi import Request
 
 from inference.fields import Refusal
-from inference.serve import bearer, check_key, listen, read_object, reply
+from inference.serve import bearer, check_key, listen
 
 SERVER = """
 from fastapi import FastAPI, Request, Response
@@ -126,12 +126,3 @@ def test_a_key_is_asked_for() -> None:
         with pytest.raises(Refusal) as caught:
             check_key(request, "k3y")
         assert caught.value.status == status
-
-
-def test_bodies_and_replies() -> None:
-    """A body is a JSON object or nothing."""
-    assert (read_object(b""), read_object(b'{"a": [1]}')) == ({}, {"a": [1]})
-    for raw in (b"[1]", b"{", b"\xff"):
-        with pytest.raises(Refusal, match="body"):
-            read_object(raw)
-    assert reply({"a": 1}).body == b'{"a":1}'

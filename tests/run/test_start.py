@@ -9,17 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import runs
 from conftest import ROOT, rest_of
-from runs import (
-    SMALL_GUESS,
-    assert_gone,
-    check_metrics,
-    command,
-    finish,
-    metrics_of,
-    start_and_wait_for_step,
-    wait_gone,
-)
+from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
 
 from run.config import ConfigError, load
 from run.start import Run, revision
@@ -31,14 +23,14 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr("run.start.find_model", lambda config: None)
     monkeypatch.setattr(Run, "start", lambda self, children: [])
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "callbacks=[]"]
-    runs = list[Run]()
+    made = list[Run]()
 
     def make(force: bool = False) -> Run:
-        runs.append(Run(load(words)[0], force=force))
-        return runs[-1]
+        made.append(Run(load(words)[0], force=force))
+        return made[-1]
 
     yield make
-    for run in runs:
+    for run in made:
         run.stack.close()
 
 
@@ -109,7 +101,7 @@ def test_ctrl_c(tmp_path: Path, words: list[str]) -> None:
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
     assert {"inference.tiny.server", "proxy"} <= set(pids)
     assert len([name for name in pids if "workers.serve" in name]) in ((1, 2) if words else (0,))
-    check_metrics(metrics_of(tmp_path)[:1], eta=2)
+    runs.check_metrics(runs.metrics_of(tmp_path)[:1], eta=2)
     process.send_signal(signal.SIGINT)
     output = rest_of(process, 60)
     assert process.returncode == 130, output
