@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -13,7 +14,7 @@ from test_explore_calls import MUTANTS as of_calls
 from test_explore_dispatcher import MUTANTS as of_dispatcher
 from test_explore_updates import MUTANTS as of_updates
 
-TESTS = {dispatcher: of_dispatcher, turns: of_calls, updates: of_updates}
+TESTS: dict[ModuleType, Any] = {dispatcher: of_dispatcher, turns: of_calls, updates: of_updates}
 
 
 @pytest.mark.parametrize("machine", TESTS)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(ROOT / "docs"))
 
-import figures  # type: ignore[import-not-found]
+import figures
 
 from cache import InteractionCache
 

@@ -130,7 +130,7 @@ def test_untrained_tokens_change_no_loss(variant, poison):
     """Not even NaN at an untrained token leaks into loss, gradient or metrics, in whichever tensor
     it is; and a grid gives what flat tokens give."""
     *clean, mask = random_tokens(1)
-    results = []
+    results: list[Any] = []
     for poisoned in [(), *((i,) for i in range(4)), range(4)]:
         given = [x.masked_fill(mask == 0, poison) for x in clean]
         tensors = [given[i] if i in poisoned else clean[i] for i in range(4)]
@@ -138,7 +138,7 @@ def test_untrained_tokens_change_no_loss(variant, poison):
         loss, stats = variant(leaf, *tensors[1:], mask)
         loss.backward()
         results.append((torch.stack([loss, *stats.values()]).detach(), leaf.grad))
-    assert all(all(map(torch.equal, results[0], result)) for result in results)
+    assert all(torch.equal(x, y) for result in results for x, y in zip(results[0], result))
     on = mask > 0
     ids = torch.arange(6)[:, None].expand(mask.shape)[on]
     flat, _ = variant(*(x[on] for x in (*clean, mask)), sequence_ids=ids, denominator=int(on.sum()))
