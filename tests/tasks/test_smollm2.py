@@ -1,5 +1,6 @@
 """The pretrained model of `make tool`, where pip can fetch its package."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from runs import check_metrics, command, finish, metrics_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from extras import chat
-from tasks import smollm2
+from tasks import calculator, smollm2
 
 pytestmark = pytest.mark.runs
 
@@ -33,7 +34,12 @@ def test_the_converted_model_knows_something(folder: str) -> None:
 
 def test_it_is_trained_and_asked(tmp_path: Path, folder: str, monkeypatch, capsys) -> None:
     """Three steps of the recipe, evaluated before and after; then a chat runs the agent."""
-    words = ["--config", "tool", "max_steps=3", "gconfig.n_samples=2"]
+    (tmp_path / "valid.jsonl").write_text(
+        "\n".join(map(json.dumps, calculator.dataset("valid")[:3]))
+    )
+    words = ["--config", "tool", "max_steps=3", "gconfig.n_samples=2", "train_dataset.batch_size=2"]
+    words += ["server.dtype=float32", "actor.dtype=float32"]  # for check_metrics
+    words.append(f"valid_dataset.path={tmp_path}/valid.jsonl")
     done = finish(command(tmp_path, *words, "callbacks=[extras.before_after.BeforeAfter]"))
     check_metrics(metrics_of(tmp_path), eta=1)
     assert (tmp_path / "e/t/eval_base.json").is_file()
