@@ -66,7 +66,7 @@ def calculate(expression: Any) -> str:
 
 
 def value_of(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -value_of(node.operand)
@@ -128,7 +128,7 @@ class CalculatorAgent:
             reply = await client.chat.completions.create(
                 model="default", messages=messages, tools=TOOLS
             )
-            said = reply.choices[0].message
+            said: Any = reply.choices[0].message
             messages.append(said.model_dump(exclude_none=True))
             yield messages[-1]
             for call in said.tool_calls or []:

@@ -110,7 +110,7 @@ def convert(file: Path, path: Path) -> None:
         eos_token_id=read("tokenizer.ggml.eos_token_id"),
         pad_token_id=read("tokenizer.ggml.eos_token_id"),
     )
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors: dict[Any, Any] = {tensor.name: tensor for tensor in reader.tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

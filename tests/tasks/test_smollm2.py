@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import check_metrics, command, finish, metrics_of
@@ -23,10 +24,10 @@ def folder() -> str:
 
 def test_the_converted_model_knows_something(folder: str) -> None:
     """With W_q and W_k in llama.cpp's order, or with other tokens, it would babble."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     ask = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(ask, add_generation_prompt=True, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     said = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
     assert "Paris" in tokenizer.decode(said)
     assert len(tokenizer.encode("2026")) == 4
