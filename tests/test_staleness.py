@@ -5,12 +5,14 @@ A version is a plain number here. tests/explore runs through every order of even
 
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.dispatcher import DispatchState
 from staleness import RolloutStat, StalenessError, StalenessManager
 
 
@@ -123,3 +125,26 @@ def test_the_age_check():
     for check in (manager.check_age, manager.is_fresh):
         with pytest.raises(StalenessError, match="version 8 is newer than the policy"):
             check(8)
+
+
+# ---- the bound
+
+
+@pytest.mark.parametrize(("stale", "age"), [("unbounded", 5), ("wait", 1)])
+def test_the_gate_alone_bounds_nothing(stale, age):
+    """eta = 1, B = 2, and group 0 ends only when the trainer needs it, or at version 5. In order
+    of finish it trains at age 5; in order of start the first batch waits for it."""
+    clock, ages, started = Version(), list[int](), dict[int, int]()
+    state = DispatchState(StalenessManager(clock, 100, 2, 1), lambda task: started[task], stale)
+    state.manager.check_age = state.manager.is_fresh = lambda version: True  # type: ignore[assignment]
+    for clock.version in range(6):
+        for task_id in range(len(started), len(started) + state.may_start()):
+            state.enqueue(SimpleNamespace(task_id=task_id))
+            started |= {task.task_id: clock.version for task in state.start()}
+            if task_id > 0:
+                state.finish(task_id, task_id)
+        if state.order.get(0, 1) is None and not (clock.version < 5 and state.next_groups(2)):
+            state.finish(0, 0)
+            state.order.move_to_end(0, last=False)
+        ages += [clock.version - started[task_id] for task_id in state.take(2)]
+    assert max(ages) == age
