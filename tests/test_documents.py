@@ -310,7 +310,7 @@ async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode
 async def test_the_listing_of_the_proxy_workflow(proxy: ProxyAddress):
     """AReaL's OpenAIProxyWorkflow runs with this project's OpenAIProxyClient."""
     async with httpx.AsyncClient(trust_env=False) as http:
-        client = OpenAIProxyClient(http._transport, *proxy, "task")  # type: ignore[arg-type]
+        client = OpenAIProxyClient(http._transport, *proxy, "task")
         names = {"OpenAIProxyClient": lambda _: client, "http_session": http}
         listing: Any = execute("proxy workflow", **names)["OpenAIProxyWorkflow"]
 

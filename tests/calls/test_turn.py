@@ -268,7 +268,7 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
     after them."""
     request: Any = {"model": "m", "messages": HELLO, "max_tokens": 30, "stream": True}
     transport = httpx.AsyncHTTPTransport()
-    session = OpenAIProxyClient(transport, *proxy, "task")  # type: ignore[arg-type]
+    session = OpenAIProxyClient(transport, *proxy, "task")
     await session.grant_capacity()
     async with transport, session, AgentsClient() as http:
         options: Any = {"api_key": "DUMMY", "http_client": http}
