@@ -11,7 +11,7 @@ group and every group accepted since the run began holds one:
     enqueued -> running -> accepted   (holds its place for ever; each version adds B new ones)
                         -> rejected   (gives it back; a failed group is also rejected)
 
-A dropped or withdrawn group gives its place back, too. The gate never locks: at version v the
+A dropped or withdrawn group gives its place back, too. The gate never deadlocks: at version v the
 trainer has consumed v B groups. If it waits for more and no group runs, fewer than B others hold
 places, so a place is free.
 
@@ -20,13 +20,13 @@ old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `ro
 the rule that rollout/dispatcher.py follows:
 
 - **wait** takes the groups that started first. *Proof:* let a group start at version s, as the p-th
-  of those not rejected. All p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at
-  version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py checks
-  it), so its age is at most eta.
+  of those that keep their places. All p hold one, so p <= (eta + s + 1) B. Step ceil(p / B) takes
+  it, at version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py
+  checks it), so its age is at most eta.
 - **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss,
-  so no step waits for a slow group. The proof also holds for the order of finishing: the p-th to
-  finish, at version s, trains at eta + s at the latest, so tokens of version s are not too old. A
-  group whose tokens are all too old is dropped.
+  so no step waits for a slow group. The proof holds for ends as for starts: the p-th group to end,
+  at version f, trains at version eta + f at the latest, so its tokens of version f are not too old.
+  A group whose tokens are all too old is dropped.
 - **drop** takes those that finished first, and drops a group that is too old when its step comes.
 
 The bound presumes that every step consumes B groups and that versions never fall. Otherwise the age

@@ -174,27 +174,30 @@ class PPOTrainer:
         version, clock = step - 1, Clock()
 
         # 1. Rank 0 waits for the next B prompt groups (rollout/executor.py) and gives their rows to
-        #    all ranks. No trained token is more than eta versions old. R rows have T tokens each:
-        #        input_ids, loss_mask, versions, turn_ids      (R, T) int32
-        #        logprobs: log pi_behav of every sampled token (R, T) float32
-        #        rewards, group_ids                            (R,)
-        batch = actor.prepare_batch(
-            self.dataloader,
-            workflow=run.inputs.workflow,
-            group_size=config.gconfig.n_samples,
-            should_accept_fn=config.should_accept_fn,
-        )
+        #    all ranks. No trained token is more than eta versions old. The shapes:
+        #        input_ids, loss_mask, versions, turn_ids      (rows, T) int32
+        #        logprobs: log pi_behav of every sampled token (rows, T) float32
+        #        rewards, group_ids                            (rows,)
+        batch = None
+        if run.rank == 0:
+            batch = run.executor.prepare_batch(
+                self.dataloader,
+                workflow=run.inputs.workflow,
+                group_size=config.gconfig.n_samples,
+                should_accept_fn=config.should_accept_fn,
+            )
+        batch = share(batch)
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")
 
-        # 2. Compute log pi_prox (R, T) of the policy before this step. The loss clips
+        # 2. Compute log pi_prox (rows, T) of the policy before this step. The loss clips
         #    pi_theta / pi_prox, and weighs each token by pi_prox / pi_behav.
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
-        # 3. Compute log pi_ref (R, T). A KL penalty keeps the policy close to pi_ref.
+        # 3. Compute log pi_ref (rows, T). A KL penalty keeps the policy close to pi_ref.
         if ref is not None:
             batch["ref_logp"] = ref.compute_logp(batch)
-        # 4. Compute the advantages A (R, T) of each turn within its group.
+        # 4. Compute the advantages A (rows, T) of each turn within its group.
         actor.compute_advantages(batch)
         # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
         metrics |= actor.ppo_update(batch)

@@ -56,7 +56,7 @@ from training.layout import (
 )
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import interpolation, loglinear
-from training.ranks import join_ranks, share
+from training.ranks import join_ranks
 from training.tree_attention import cut_trees
 
 LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
@@ -241,12 +241,8 @@ class FSDPPPOActor(FSDPEngine):
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the engine that makes batches and gets new weights. `meta` is unused here."""
+        """Set the engine that gets new weights. `meta` is unused here."""
         self.rollout = rollout
-
-    def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
-        """The next batch, on every rank. Rank 0 gets it from the rollout side."""
-        return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
         """The keys of the batch with log pi_prox and log pi_behav. In standard PPO both are the one
