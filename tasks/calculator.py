@@ -97,6 +97,7 @@ EXAMPLES = [
     *solved("A bowl has 35 nuts, and Eva adds 46. How many nuts are in the bowl?", ("35+46", "81")),
     *solved("A chair costs 24 dollars. How much do 13 chairs cost?", ("24*13", "312")),
     *solved("A pond had 70 frogs, and 29 jumped out. How many frogs are left?", ("70-29", "41")),
+    *solved("Max has 53 stamps and Kim has 16. How many do they have together?", ("53+16", "69")),
 ]
 COMPOUND_EXAMPLES = [
     *solved(
