@@ -331,7 +331,8 @@ def draw_tool(data: dict[str, Any]) -> str:
     mean = [sum(curve[k] for curve in curves) / len(curves) for k in range(steps)]
     names = ["one run", *[""] * (len(curves) - 1)]
     lines = [(name, "#a8c0d8", False, curve[:steps]) for name, curve in zip(names, curves)]
-    lines += [(f"mean of {len(curves)}", COLOURS[0], False, mean)]
+    if len(curves) > 1:
+        lines += [(f"mean of {len(curves)}", COLOURS[0], False, mean)]
     ticks = [str(k + 1) if k % 5 == 4 or k == 0 else "" for k in range(steps)]
     title = "SmolLM2-135M learns to call a calculator"
     return draw_chart(
