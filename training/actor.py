@@ -56,7 +56,7 @@ from training.layout import (
 )
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import interpolation, loglinear
-from training.ranks import join_ranks
+from training.ranks import join_ranks, share
 from training.tree_attention import cut_trees
 
 LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
@@ -243,6 +243,10 @@ class FSDPPPOActor(FSDPEngine):
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
         """Set the engine that gets new weights. `meta` is unused here."""
         self.rollout = rollout
+
+    def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
+        """The engine's next batch, on every rank; the write-up's loop asks the actor."""
+        return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
         """The keys of the batch with log pi_prox and log pi_behav. In standard PPO both are the one

@@ -48,6 +48,7 @@ class Letters:
     """A tokenizer whose tokens are letters."""
 
     chat_template, eos_token_id = "letters", 0
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
 
     def apply_chat_template(
         self, conversation: Any, add_generation_prompt: bool = False, **_: Any
