@@ -64,7 +64,12 @@ class Worker:
         """Return `function(*args, **kwargs)`. Raises RuntimeError with the type and text of the
         function's exception, or if the process has ended."""
         call, loop = pickle.dumps((function, args, kwargs)), asyncio.get_running_loop()
-        if not (answer := await loop.run_in_executor(self._thread, self._exchange, call)):
+        try:
+            answer = await loop.run_in_executor(self._thread, self._exchange, call)
+        except asyncio.CancelledError:
+            self.kill()  # before the session ends, which the agent would meet
+            raise
+        if not answer:
             code, name = self.process.wait(), getattr(function, "__qualname__", function)
             raise RuntimeError(f"the process that ran {name} ended with code {code}")
         value, error = json.loads(answer)
