@@ -8,6 +8,7 @@ process starts.
 import argparse
 import difflib
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -448,6 +449,7 @@ def resolve(config: TrainConfig) -> None:
     for group in (config.server, config.actor):
         if group.dtype == "auto":
             group.dtype = "bfloat16" if has_bfloat16() else "float32"
+        group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
     rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
     rollout.consumer_batch_size, rollout.group_size = data.batch_size, gconfig.n_samples
     waves = rollout.max_head_offpolicyness + 1

@@ -26,7 +26,6 @@ number of ranks, results are equal up to rounding, not bit for bit.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -96,7 +95,7 @@ class FSDPEngine:
     def initialize(self, *_: Any, **__: Any) -> None:
         """Load the model, and keep this rank's shards of it. All ranks call this."""
         if self.on_cpu:
-            torch.set_num_threads(self.config.threads or max(1, (os.cpu_count() or 1) // 2))
+            torch.set_num_threads(self.config.threads)
         model: Any = AutoModelForCausalLM.from_pretrained(
             self.model_path, dtype=torch.float32, attn_implementation="sdpa"
         )

@@ -166,11 +166,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
     add("--max-total-tokens", type=int, default=16384, help="most tokens of all sequences together")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
-    add("--threads", type=int, default=1, help="0: half of the machine's")
+    add("--threads", type=int, default=1)
     add("--seed", type=int, help="of the requests that have none")
     add("--exit-with-parent", action="store_true", help="end when the parent process ends")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // 2))
+    torch.set_num_threads(args.threads)
     random.seed(args.seed)  # the source of seeds for requests without one
     listener = listen(args.host, args.port, args.api_key)
     limits = args.max_running_requests, args.max_total_tokens
