@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from engine import EngineError, RemoteInfEngine
 from extras import printable, read_config
 from extras.direct import ArealOpenAI
-from extras.episode import start_server
+from extras.episode import start_server, text_of
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 
@@ -39,20 +39,18 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     return [word for word in ids if unknown is not None and unknown in ids[word]]
 
 
-def find_agent(config: Any) -> Any:
-    """The run's agent if it can be asked a question, else None."""
-    named: Any = import_name(config.workflow or f"{config.task}.WORKFLOW")
-    can_be_asked = hasattr(named, "converse")
-    return named(**vars(config.workflow_kwargs)) if can_be_asked else None
+def find_agent(path: str, kwargs: dict[str, Any]) -> Any:
+    """The agent at `path` if it can be asked a question, else None."""
+    with suppress(ImportError, AttributeError):  # a script may have passed another agent
+        named: Any = import_name(path)
+        return named(**kwargs) if hasattr(named, "converse") else None
+    return None
 
 
 async def show(conversation: AsyncIterator[dict]) -> None:
     """Print each message of an agent's conversation as it comes."""
     async for message in conversation:
-        functions = (call["function"] for call in message.get("tool_calls") or [])
-        calls = (f"{each['name']}({each['arguments']})" for each in functions)
-        text = " ".join(filter(None, [message.get("content"), *calls]))
-        print(f"{message['role']}: {printable(text)}", flush=True)
+        print(f"{message['role']}: {printable(text_of(message))}", flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -76,7 +74,7 @@ def main(words: list[str]) -> int:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)
     messages: list[dict] = []
-    asked = find_agent(config)
+    asked = find_agent(agent, vars(config.workflow_kwargs))
     with ExitStack() as stack, asyncio.Runner() as runner:
         engine = RemoteInfEngine([start_server(stack, str(model), key)], key=key)
         engine.initialize()

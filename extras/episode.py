@@ -26,6 +26,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
+from calls.messages import with_texts
 from extras.failures import describe
 from run.inputs import fetch
 from run.launch import Child, command
@@ -56,9 +57,9 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
 
 def text_of(message: dict[str, Any]) -> str:
     """Return a message's text and its tool calls, as name(arguments)."""
-    functions = (call["function"] for call in message.get("tool_calls", []))
-    calls = [f"{each['name']}({json.dumps(each['arguments'])})" for each in functions]
-    return " ".join(filter(None, [message["content"], *calls]))
+    functions = (call["function"] for call in with_texts(message).get("tool_calls", []))
+    calls = [f"{each['name']}({each['arguments']})" for each in functions]
+    return " ".join(filter(None, [message.get("content"), *calls]))
 
 
 def start_server(stack: ExitStack, model: str, key: str) -> str:
