@@ -285,6 +285,18 @@ async def test_reward_is_a_ladder(start: Any) -> None:
         assert calculator.success(reward) == (reward == 1.0)
 
 
+@pytest.mark.anyio
+async def test_a_compound_problem_needs_two_calls(start: Any) -> None:
+    """Without rungs only the end is rewarded. A wrong first value ends the episode."""
+    call = '<tool_call>{"name": "calc", "arguments": {"expression": "%s"}}</tool_call>'
+    agent, problem = calculator.CalculatorAgent(True, False), calculator.compound()[0]
+    _, a, b, c, _ = re.split(r"\D+", problem["question"])
+    said = [call % f"{a}*{b}", call % f"{problem['steps'][0]}-{c}", problem["answer"]]
+    for reward, answers in ((1.0, said), (0.0, [call % f"{a}+{b}"])):
+        found, calls = await play(agent, problem, start(*answers))
+        assert (found, len(calls)) == (reward, len(answers))
+
+
 def test_held_out_problems_are_new() -> None:
     """Training and validation share neither a template nor a number."""
     seen = {}
