@@ -81,11 +81,12 @@ class GenerationHyperparameters(Sampling):
 
     @property
     def is_greedy(self) -> bool:
-        return self.greedy or self.temperature < 1e-6  # servers do the same
+        return self.greedy or self.temperature < 1e-6  # servers have the same bound
 
     @property
     def trains_exactly(self) -> bool:
-        """Whether the server samples from softmax(logits / temperature), as training assumes."""
+        """Return whether the server samples from softmax(logits / temperature), as training
+        assumes."""
         return not self.is_greedy and not SHAPING & self.model_dump(exclude_defaults=True).keys()
 
 

@@ -148,7 +148,7 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield each row's record (AReaL's page "Rollout Workflow"). The completion begins with the
-    first generated token, and includes the text between turns."""
+    first generated token, and contains what other roles said between turns."""
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
         ids = row["input_ids"][row["attention_mask"]].tolist()

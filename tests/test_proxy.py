@@ -374,7 +374,7 @@ async def test_no_work_after_the_end(start: Start) -> None:
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
 async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) -> None:
-    """The export of an open session is refused and loses nothing, too."""
+    """An open session cannot be exported. The refused request loses nothing."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)

@@ -166,6 +166,7 @@ def test_servers_of_a_cluster_get_the_options_of_train_py(monkeypatch: pytest.Mo
 def test_a_job_that_cannot_start_ends(
     cluster: dict[str, str], wrong: dict[str, str], code: int, says: str
 ) -> None:
+    """The job ends at once, and its last words give the reason."""
     words: Any = {"cwd": ROOT, "env": cluster | wrong, "capture_output": True, "text": True}
     done = subprocess.run([str(SCRIPT), *RECIPE], timeout=200, **words)
     assert done.returncode == code
