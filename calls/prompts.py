@@ -15,15 +15,20 @@ the text after SENTINEL, without the end mark that the model has sampled already
 messages are tokenised, and an answer stays as it was sampled, even if the template would strip its
 reasoning or a blank. The whole conversation is then one sequence to train on.
 
-This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tries two
-histories. If the tails differ, every prompt is rendered anew. So is the prompt of a turn whose
-tools differ from its parent's. Style concat then begins a new row.
+This is right only if the tail depends on nothing but the new messages. `PromptBuilder` renders two
+whole conversations at its start: they must end with their tails. In one of them the new messages
+are results of tools, because some templates write a result into its call, or take its name from
+there. If a tail differs, such prompts are rendered anew. So is the prompt of a turn whose tools
+differ from its parent's. Style concat then begins a new row.
+
+Some templates silently drop a message that they do not expect. So every text must be in what was
+rendered, or the call is refused.
 
 The model may do worse with a history that its template would have shortened.
 """
 
 import contextlib
-from collections.abc import Iterable
+import json
 from typing import Any
 
 from cache import Interaction
@@ -41,23 +46,36 @@ class PromptBuilder:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
         self._tokenizer = tokenizer
-        self.splices = self._is_local()  # whether prompts begin with the parent's tokens
+        # whether prompts begin with the parent's tokens, before a user's message and before results
+        self.splices = self._is_local(STUB[1], [{"role": "user", "content": "new"}])
+        # Some templates refuse two calls in one message.
+        called = self._is_local(*call_tools("fg")) or self._is_local(*call_tools("f"))
+        self.splices_results = self.splices and called
 
-    def _is_local(self) -> bool:
-        new: list[Message] = [{"role": "user", "content": "c"}]
-        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    def __str__(self) -> str:
+        ways = "are rendered with the whole history", "follow the sampled tokens"
+        new, results = ways[self.splices], ways[self.splices_results]
+        return f"chat template: new messages {new}, results of tools {results}"
+
+    def _is_local(self, said: Message, new: list[Message]) -> bool:
+        """Return whether a whole conversation ends with the tail that `new` gets."""
+        before: list[Message] = [{"role": "user", "content": "old"}, STUB[1], STUB[0], said]
         with contextlib.suppress(Refusal):
-            return self._tail(new, {}) == self._tail(new, {}, before)
+            return self._render([*before, *new], {}).endswith(self._tail(new, {}))
         return False
 
     def prompt(self, call: Interaction) -> list[int]:
         """Return the prompt of a call. Raises Refusal if the template refuses the messages."""
         variables = call.template_kwargs | ({"tools": call.tools} if call.tools else {})
-        parent = call.parent if self.splices else None
+        parent = call.parent
         if parent and (parent.tools, parent.template_kwargs) == (call.tools, call.template_kwargs):
-            with contextlib.suppress(Refusal):  # it refuses the stub
-                new = call.messages[len(parent.conversation) :]
-                return self.extend(parent.tokens, new, variables)
+            new = call.messages[len(parent.conversation) :]
+            has_results = any(message["role"] == "tool" for message in new)
+            if self.splices_results if has_results else self.splices:
+                with contextlib.suppress(
+                    Refusal
+                ):  # after the stub it refuses them, or drops a text
+                    return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(call.messages, variables))
 
     def extend(
@@ -65,7 +83,7 @@ class PromptBuilder:
     ) -> list[int]:
         """The prompt that continues `turn` with the messages `new`: the turn's prompt and output,
         and the tail without end marks that the output has already. Raises Refusal."""
-        said, tail = turn.output_tokens, self._tail(new, variables)
+        said, tail = turn.output_tokens, self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)
         marks = tail[blanks:]
@@ -74,23 +92,25 @@ class PromptBuilder:
                 return turn.input_tokens + said + marks[count:]
         return turn.input_tokens + said + tail
 
-    def _tail(
-        self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()
-    ) -> list[int]:
-        _, found, tail = self._render([*before, *STUB, *new], variables).partition(SENTINEL)
-        if not found:
-            raise Refusal("messages: the chat template leaves out what an assistant said")
-        return self.encode(tail)
+    def _tail(self, new: list[Message], variables: dict[str, Any]) -> str:
+        _, found, tail = self._render([*STUB, *new], variables).partition(SENTINEL)
+        if not found or find_missing(new, tail):
+            raise Refusal("messages: the chat template needs what is before them")
+        return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        options = variables | {"tokenize": False, "add_generation_prompt": True}
-        render = self._tokenizer.apply_chat_template
-        try:
-            return render(messages, **options)
-        except Exception as error:  # a template may raise anything
-            with contextlib.suppress(Exception):  # DeepSeek's templates need arguments as text
-                return render([*map(with_texts, messages)], **options)
-            raise Refusal(f"messages: the chat template refuses them: {error}") from error
+        """Return the text of the first form of the messages that the template takes whole."""
+        options, reason = variables | {"tokenize": False, "add_generation_prompt": True}, ""
+        for form in (messages, [*map(with_texts, messages)]):  # DeepSeek wants arguments as text
+            try:
+                text = self._tokenizer.apply_chat_template(form, **options)
+            except Exception as error:  # a template may raise anything
+                reason = reason or f"refuses them: {error}"
+                continue
+            if (missing := find_missing(form, text)) is None:
+                return text
+            reason = reason or f"leaves out {missing[:80]!r}"
+        raise Refusal(f"messages: the chat template {reason}")
 
     def encode(self, text: str) -> list[int]:
         # The Rust tokenizer takes half the time, if nobody has changed its settings.
@@ -98,6 +118,36 @@ class PromptBuilder:
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def call_tools(names: str) -> tuple[Message, list[Message]]:
+    """Return a message that calls each tool, and the results."""
+    ids = {name: f"id of {name}" for name in names}
+    calls = [
+        {"id": ids[name], "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in names
+    ]
+    results = [
+        {"role": "tool", "content": f"result of {name}", "tool_call_id": ids[name]}
+        for name in names
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}, results
+
+
+def find_missing(messages: list[Message], rendered: str) -> str | None:
+    """Return a message's text that is not in what the template has written. It may be there as
+    JSON, and without reasoning. Calls are not looked for: a small model's template has none."""
+    texts = [
+        m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
+        for m in messages
+    ]
+    for text in sorted(map(str.strip, texts), key=len, reverse=True):
+        quoted = json.dumps(text, ensure_ascii=False)[1:-1]
+        found = text if text in rendered else quoted
+        if found not in rendered:
+            return text
+        rendered = rendered.replace(found, "\0", 1)  # two equal texts need two places
+    return None
 
 
 def read_text(

@@ -11,6 +11,7 @@ from calls.messages import Refusal
 from calls.prompts import PromptBuilder, read_text
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
+F: Any = ("f", {})
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 STRIPS = "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}"
@@ -133,14 +134,41 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
     assert len(encoded) == len(rendered) == 100
 
 
-def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
-    tiny_tokenizer: Any,
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+LAST = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endfor %}"
+NEEDS_THE_CALL = {  # what such a template writes for a result of f
+    "refuses": (
+        "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}{{ m.content }}"
+        + CALLS
+        + "<|im_end|>\n"
+        + TAIL,
+        "<|im_start|>tool\nr",
+    ),
+    "writes the result into the call": (
+        "{% if m.role != 'tool' %}{{ m.content }}" + CALLS + "{% endif %}"
+        "{% if m.tool_calls %}={{ messages[loop.index].content }}{% endif %}<|im_end|>\n" + LAST,
+        "[f]=r",
+    ),
+    "takes the tool's name from the call": (
+        "{% if m.role == 'tool' %}"
+        "{% set c = (messages[loop.index0 - 1].tool_calls or [{'function': {'name': m.tool_call_id}}])[0] %}"
+        "{{ c.function.name }}={% endif %}{{ m.content }}" + CALLS + "<|im_end|>\n" + TAIL,
+        "<|im_start|>tool\nf=r",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_THE_CALL)
+def test_a_template_that_needs_the_call_of_a_result_is_rendered_in_full(
+    tiny_tokenizer: Any, name: str
 ) -> None:
-    """The stub before the new messages has no call."""
-    wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
-    wants += "{{ raise_exception('no call') }}{% endif %}"
-    tokenizer = with_template(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
+    """The stub before the new messages has no call. Users' messages still follow the tokens."""
+    template, written = NEEDS_THE_CALL[name]
+    tokenizer = with_template(tiny_tokenizer, HEAD + template)
     prompts, cache = PromptBuilder(tokenizer), InteractionCache()
+    assert str(prompts).startswith("chat template: new messages follow the sampled tokens, results")
+    assert str(prompts).endswith("are rendered with the whole history")
     called = said("", ("f", {}))
     cache.enter("a", Interaction([user("q")]))
     cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [called])
@@ -148,8 +176,20 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
     messages = [user("q"), called, result]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert prompts.prompt(cache.enter("b", Interaction(messages))) == full
-    with pytest.raises(Refusal, match="no call"):
-        prompts.prompt(Interaction([user("q"), result]))
+    assert written in tokenizer.decode(full)
+
+
+def test_a_text_that_the_template_leaves_out_is_refused(tiny_tokenizer: Any) -> None:
+    """The model would answer without it. Two equal texts need two places; JSON may be in JSON."""
+    template = HEAD + "{% if m.role != 'tool' %}{{ m.content }}{% endif %}<|im_end|>\n" + TAIL
+    result = {"role": "tool", "content": 'a "b"', "tool_call_id": "c"}
+    prompts = PromptBuilder(with_template(tiny_tokenizer, template))
+    for question in ("So?", 'a "b"'):
+        with pytest.raises(Refusal, match="leaves out 'a \"b\"'"):
+            prompts.prompt(Interaction([user(question), said("", F), result]))
+    own = with_template(tiny_tokenizer, HEAD + "{{ m.content | tojson }}<|im_end|>\n" + TAIL)
+    prompt = PromptBuilder(own).prompt(Interaction([user("q"), said("", F), result]))
+    assert r'"a \"b\""' in own.decode(prompt)
 
 
 def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
