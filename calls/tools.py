@@ -5,8 +5,9 @@ By default the text has the form of Qwen and Hermes:
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
 The text between the marks is a call if it is JSON, names an offered tool, and has an object as
-arguments. Everything else stays text, so the agent sees a wrong call as the model wrote it. Nothing
-is repaired. White space is dropped around the reasoning, before a call and, if there are calls, at
+arguments. The JSON is decoded from its beginning, so a mark inside one of its strings ends nothing.
+Everything else stays text, so the agent sees a wrong call as the model wrote it. Nothing is
+repaired. White space is dropped around the reasoning, before a call and, if there are calls, at
 the end.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
@@ -17,15 +18,16 @@ the text outside the calls, and the calls as {"name", "arguments"}. extras/parse
 functions of SGLang's parsers. With such a function no call can be forced.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from calls.messages import Json, Message
 from inference.fields import Refusal, import_name, read_json
 
-PAIR = re.compile("<tool_call>(.*?)</tool_call>", re.DOTALL)
+OPEN, CLOSE = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 THINK, END_OF_THINK = "<think>", "</think>"
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")
 Tools = list[Json]  # in the form of chat completions
@@ -36,25 +38,40 @@ def names_of(tools: Tools) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
+def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield where each pair of marks around a JSON value begins and ends, and the JSON."""
+    at, last = 0, text.rfind("</tool_call>")
+    while begin := OPEN.search(text, at, last):
+        at = begin.end()
+        with contextlib.suppress(ValueError, RecursionError):
+            _, stop = json.JSONDecoder().raw_decode(text, at)
+            if end := CLOSE.match(text, stop):
+                yield begin.start(), end.end(), text[at:stop]
+                at = end.end()
+
+
 def split_thinking(text: str) -> tuple[str, str]:
     """Return the reasoning, and the text after it."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
-    reasoning, _, rest = bare.removeprefix(THINK).partition(END_OF_THINK)
-    return reasoning.strip(), rest.lstrip()
+    ends = bare.find(END_OF_THINK)
+    for begin, end, _ in find_calls(bare):
+        if begin < ends < end:  # inside a call's JSON
+            ends = bare.find(END_OF_THINK, end)
+    ends = ends if ends >= 0 else len(bare)
+    return bare[len(THINK) : ends].strip(), bare[ends + len(END_OF_THINK) :].lstrip()
 
 
 def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
     """Return the text outside the calls, and the calls."""
-    pieces, calls, begin = [], [], 0
-    # A call needs its end mark, so the search ends at the last one.
-    for pair in PAIR.finditer(text, 0, text.rfind("</tool_call>") + len("</tool_call>")):
-        if call := read_call(pair[1], tools):
-            pieces.append(text[begin : pair.start()].rstrip())
+    pieces, calls, rest = [], [], 0
+    for begin, end, body in find_calls(text):
+        if call := read_call(body, tools):
+            pieces.append(text[rest:begin].rstrip())
             calls.append(call)
-            begin = pair.end()
-    pieces.append(text[begin:].rstrip() if calls else text)
+            rest = end
+    pieces.append(text[rest:].rstrip() if calls else text)
     return "".join(pieces), calls
 
 

@@ -28,6 +28,8 @@ def call(name: str = "f", arguments: str = "{}") -> str:
 F: Any = ("f", {})
 G: Any = ("g", {})
 NESTED = {"a": "</think>", "b": [1, 2]}
+MARKS = ("f", {"a": '<tool_call></tool_call>{</think>"', "b": "<think>"})
+MARKED = call(arguments=json.dumps(MARKS[1]))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,9 @@ NESTED = {"a": "</think>", "b": [1, 2]}
         ("So <think>hm</think>", said("So <think>hm</think>")),
         (call(arguments='{"a": "</think>", "b": [1, 2.0]}'), said("", ("f", NESTED))),
         ("<think>" + call() + "</think>ok", said("ok", reasoning=call())),
+        (f"{MARKED} and {MARKED}", said(" and", MARKS, MARKS)),
+        (f"<think>{MARKED} hm</think>{MARKED}", said("", MARKS, reasoning=f"{MARKED} hm")),
+        ("<tool_call>" + call() + "</tool_call>", said("<tool_call></tool_call>", F)),
     ],
 )
 def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
