@@ -20,8 +20,9 @@ Other fields (name, cache marks, annotations) do not count. Changed text begins 
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
 `item_reference`. `find` looks the id up in the session.
 
-**Parameters** that could change the answer are used or refused; others are ignored. Images and
-files become a placeholder, because the policy reads only text.
+**Parameters** that could change the answer are used or refused; others are ignored. Images, files
+and blocks of unknown types become a placeholder, because the policy reads only text. They are not
+refused, because they stay in the history, so every later call would be refused, too.
 """
 
 import contextlib
@@ -155,7 +156,7 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
     """Yield a small message for each block or call of an item, or for the item itself."""
-    role, content = item.get("role"), item.get("content") or ""
+    role, content = item.get("role"), item.get("content") or item.get("refusal") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
         return
@@ -176,9 +177,9 @@ def _piece(block: Any, role: str, where: str) -> Message:
         return {"role": "tool", "content": text, "tool_call_id": call_id}
     if kind in ("reasoning", "thinking", "redacted_thinking"):
         return {"role": "assistant", "content": ""}
-    if not role:
+    if not role and kind in (None, "message"):
         raise Refusal(f"{where}.role: {', '.join(ROLES)} or tool is needed")
-    return {"role": role, "content": _text([block], where)}
+    return {"role": role or "user", "content": _text([block], where)}
 
 
 def _call(raw: Any, where: str) -> Message:
@@ -200,7 +201,10 @@ def _text(content: Any, where: str) -> str:
     """Return the text of a string, a list of parts, or null."""
     text = ""
     for part in content if isinstance(content, list) else [{"text": content or ""}]:
-        said = as_object(part, where).get("text", PLACEHOLDER)
+        found = as_object(part, where)
+        said = found.get("text", found.get("refusal", PLACEHOLDER))
+        if isinstance(found.get("content"), list):  # a search result
+            said = _text(found["content"], where)
         if not isinstance(said, str):
             raise Refusal(f"{where}: a text, or a list of parts, is needed")
         text += said
@@ -228,6 +232,7 @@ def _sampling(body: Json) -> Json:
         if value in (None, "", []):
             continue
         value = [value] if key == "stop" and isinstance(value, str) else value
+        value = -1 if key == "top_k" and value == 0 else value  # both mean that it is off
         check_sampling({key: value}, name)
         sampling[key] = value
     return sampling

@@ -19,6 +19,7 @@ and cached tokens are 0.
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,9 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(status: int, message: str, code: str = "") -> Json:
-    """An error in a form that all SDKs read, both as a reply and as an event."""
+    """An error in a form that all SDKs read, both as a reply and as an event. The address of an
+    inference server is not the agent's business."""
+    message = re.sub(r"https?://[^\s/]+", "the server", message)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind} | ({"code": code} if code else {})
     return {"type": "error", "error": error}

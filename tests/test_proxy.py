@@ -226,14 +226,15 @@ async def test_a_body_is_json_whatever_it_says_it_is(
     ("error", "status", "kind"),
     [
         (EngineError("the prompt has 9 tokens", 400), 400, "invalid_request_error"),
-        (EngineError("no server answered", 503), 503, "server_error"),
+        (EngineError("http://10.0.0.1:30000/generate gave no answer", 503), 503, "server_error"),
         (EngineError("what is this"), 500, "server_error"),
     ],
 )
 async def test_an_engines_refusal_is_passed_on(
     start: Start, error: Exception, status: int, kind: str
 ) -> None:
-    """The agent gets its status, also if it asked for a stream, and nothing stays in the tree."""
+    """The agent gets its status, also if it asked for a stream, but no server's address, and
+    nothing stays in the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -241,7 +242,8 @@ async def test_an_engines_refusal_is_passed_on(
         body = {"messages": HELLO, "stream": streams}
         answer = await harness.post(f"/{session}/v1/{path}", body)
         assert answer.status_code == status
-        said = {"message": str(error), "type": kind}
+        words = str(error).replace("http://10.0.0.1:30000", "the server")
+        said = {"message": words, "type": kind}
         assert answer.json() == {"type": "error", "error": said}
         assert not harness.proxy.find(session).cache
     harness.engine.error = None

@@ -244,14 +244,46 @@ def test_two_replies_in_a_row_stay_two() -> None:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}},
         {"type": "input_file", "file_data": "iVBO", "filename": "a.pdf"},
         {"type": "document", "source": {"type": "base64", "data": "iVBO"}},
+        {"type": "server_tool_use", "id": "s", "name": "tool_search", "input": {"query": "f"}},
+        {"type": "tool_search_tool_result", "tool_use_id": "s", "content": {"tool_references": []}},
+        {"type": "tool_reference", "tool_name": "f"},
+        {"type": "tool_addition", "tool": {"name": "f"}},
     ],
 )
-def test_an_image_or_a_file_becomes_a_text(part: dict[str, Any]) -> None:
-    """A message and a tool's result may have one."""
+def test_what_is_no_text_becomes_one(part: dict[str, Any]) -> None:
+    """A message and a tool's result may have an image, a file or a block that nobody knows."""
     talk = [{"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}]
     talk += [{"role": "tool", "tool_call_id": "c", "content": [part]}]
     texts = [message["content"] for message in ask(messages=talk).messages]
     assert texts == [f"Look: {messages.PLACEHOLDER}", messages.PLACEHOLDER]
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "No."),
+        (
+            {
+                "role": "user",
+                "reasoning": {},
+                "content": [
+                    {
+                        "type": "search_result",
+                        "source": "s",
+                        "content": [{"type": "text", "text": "21"}],
+                    }
+                ],
+            },
+            "21",
+        ),
+        ({"type": "web_search_call", "id": "ws_1", "status": "completed"}, messages.PLACEHOLDER),
+        ({"type": "custom_tool_call", "call_id": "c", "input": "x"}, messages.PLACEHOLDER),
+    ],
+)
+def test_a_history_with_an_unusual_item_is_read(item: dict[str, Any], text: str) -> None:
+    """It comes again with every later call, so refusing it would end the session."""
+    assert [message["content"] for message in ask(messages=[QUESTION, item]).messages][1] == text
 
 
 def test_blocks_beside_a_tools_result_are_kept() -> None:
@@ -360,7 +392,6 @@ WRONG: dict[str, list[Any]] = {
         *([], None, "hello", [3]),
         [{"content": "hello"}],
         [{"type": "message"}],
-        [{"type": "x"}],
         [{"role": "robot", "content": "hello"}],
         [{"role": ["user"], "content": "hello"}],
         [{"role": "user", "content": 3}],
@@ -369,7 +400,6 @@ WRONG: dict[str, list[Any]] = {
         [{"role": "assistant", "tool_calls": "f()"}],
         [{"role": "assistant", "tool_calls": [{"id": ["c"], "function": {"name": "f"}}]}],
         [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": None}}]}],
-        [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}],
         [{"type": "function_call", "call_id": "c", "arguments": "{}"}],
     ],
 }
@@ -415,6 +445,7 @@ def test_sampling_parameters_are_translated() -> None:
         asked: Any = {name: 5}
         assert ask(**asked).sampling == {"max_new_tokens": 5}
     assert ask(stop_sequences=["a", "b"]).sampling == {"stop": ["a", "b"]}
+    assert ask(top_k=0).sampling == {"top_k": -1}
     other = ask(stream=True, chat_template_kwargs={"enable_thinking": False})
     assert (other.stream, other.template_kwargs) == (True, {"enable_thinking": False})
 
