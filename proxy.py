@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
                 tool_call_parser=args.tool_call_parser,
             )
             print(f"proxy at http://{args.host}:{listener.getsockname()[1]}", flush=True)
-            print(app.state.proxy.prompts, flush=True)
+            print("chat template:", app.state.proxy.prompts.ways, flush=True)
             serve(app, listener, args.exit_with_parent)
     except (OSError, ValueError, ImportError, AttributeError, TypeError, EngineError) as error:
         print("error:", " ".join(str(error).split())[:300], file=sys.stderr)

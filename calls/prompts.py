@@ -21,14 +21,17 @@ are results of tools, because some templates write a result into its call, or ta
 there. If a tail differs, such prompts are rendered anew. So is the prompt of a turn whose tools
 differ from its parent's. Style concat then begins a new row.
 
-Some templates silently drop a message that they do not expect. So every text must be in what was
-rendered, or the call is refused.
+Some templates refuse a valid conversation, or silently drop a message that they do not expect. Then
+`stricter` merges what stands together, such as two system messages. If a text is still missing, the
+call is refused.
 
 The model may do worse with a history that its template would have shortened.
 """
 
 import contextlib
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from cache import Interaction
@@ -38,6 +41,8 @@ from inference.io_struct import GenerationHyperparameters, ModelResponse
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 
+SPLICED = "follow the sampled tokens"
+
 
 class PromptBuilder:
     """Renders messages with the tokenizer's chat template."""
@@ -46,23 +51,25 @@ class PromptBuilder:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
         self._tokenizer = tokenizer
+        said = self._way(STUB[1], [{"role": "user", "content": "new"}])
+        # Some templates know only one call in a message.
+        results = [self._way(*call_tools(names)) for names in ("fg", "f")]
         # whether prompts begin with the parent's tokens, before a user's message and before results
-        self.splices = self._is_local(STUB[1], [{"role": "user", "content": "new"}])
-        # Some templates refuse two calls in one message.
-        called = self._is_local(*call_tools("fg")) or self._is_local(*call_tools("f"))
-        self.splices_results = self.splices and called
+        self.splices, self.splices_results = said == SPLICED, SPLICED in results
+        best = SPLICED if self.splices_results else results[0]
+        self.ways = f"new messages {said}, results of tools {best}"
 
-    def __str__(self) -> str:
-        ways = "are rendered with the whole history", "follow the sampled tokens"
-        new, results = ways[self.splices], ways[self.splices_results]
-        return f"chat template: new messages {new}, results of tools {results}"
-
-    def _is_local(self, said: Message, new: list[Message]) -> bool:
-        """Return whether a whole conversation ends with the tail that `new` gets."""
+    def _way(self, said: Message, new: list[Message]) -> str:
+        """Say what becomes of `new`. A whole conversation should end with the tail that it gets."""
         before: list[Message] = [{"role": "user", "content": "old"}, STUB[1], STUB[0], said]
+        try:
+            whole = self._render([*before, *new], {})
+        except Refusal as error:
+            return f"are refused ({error})"
         with contextlib.suppress(Refusal):
-            return self._render([*before, *new], {}).endswith(self._tail(new, {}))
-        return False
+            if whole.endswith(self._tail(new, {})):
+                return SPLICED
+        return "are rendered with the whole history"
 
     def prompt(self, call: Interaction) -> list[int]:
         """Return the prompt of a call. Raises Refusal if the template refuses the messages."""
@@ -71,7 +78,7 @@ class PromptBuilder:
         if parent and (parent.tools, parent.template_kwargs) == (call.tools, call.template_kwargs):
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
-            if self.splices_results if has_results else self.splices:
+            if self.splices and (self.splices_results or not has_results):
                 with contextlib.suppress(
                     Refusal
                 ):  # after the stub it refuses them, or drops a text
@@ -101,13 +108,14 @@ class PromptBuilder:
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Return the text of the first form of the messages that the template takes whole."""
         options, reason = variables | {"tokenize": False, "add_generation_prompt": True}, ""
-        for form in (messages, [*map(with_texts, messages)]):  # DeepSeek wants arguments as text
+        render = self._tokenizer.apply_chat_template
+        for form, change in itertools.product(stricter(messages), (dict, with_texts, with_parts)):
             try:
-                text = self._tokenizer.apply_chat_template(form, **options)
+                text = render([*map(change, form)], **options)
             except Exception as error:  # a template may raise anything
                 reason = reason or f"refuses them: {error}"
                 continue
-            if (missing := find_missing(form, text)) is None:
+            if (missing := find_missing(messages, text)) is None:
                 return text
             reason = reason or f"leaves out {missing[:80]!r}"
         raise Refusal(f"messages: the chat template {reason}")
@@ -132,6 +140,52 @@ def call_tools(names: str) -> tuple[Message, list[Message]]:
         for name in names
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}, results
+
+
+def stricter(messages: list[Message]) -> Iterator[list[Message]]:
+    """Yield the messages, and then with the same texts what stricter templates take."""
+    yield messages
+    yield merge(messages)
+    yield one_call_each(merge(messages))
+    no_system = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
+    yield one_call_each(merge(no_system))
+
+
+def merge(messages: list[Message]) -> list[Message]:
+    """Join texts of one role that stand together. A system message that is not at the beginning
+    becomes the user's."""
+    merged: list[Message] = []
+    for message in messages:
+        last = merged[-1] if merged else message
+        if message["role"] == "system" != last["role"]:
+            message = message | {"role": "user"}
+        joins = merged and last["role"] == message["role"] != "tool"
+        if joins and not ("tool_calls" in last or "tool_calls" in message):
+            message = last | {"content": f"{last['content']}\n\n{message['content']}"}
+            merged.pop()
+        merged.append(message)
+    return merged
+
+
+def one_call_each(messages: list[Message]) -> list[Message]:
+    """Give every call a message of its own, with its result behind it."""
+    single: list[Message] = []
+    waiting: list[Message] = []  # calls whose results come later
+    for message in messages:
+        result = message.get("tool_call_id") if message["role"] == "tool" else None
+        now = [m for m in waiting if result in (None, m["tool_calls"][0]["id"])]
+        waiting = [m for m in waiting if m not in now]
+        single += now
+        calls = message.get("tool_calls", [])
+        waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+        if message["content"] or not calls:
+            single.append({key: x for key, x in message.items() if key != "tool_calls"})
+    return single + waiting
+
+
+def with_parts(message: Message) -> Message:
+    """The form that templates of models with images want."""
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
 def find_missing(messages: list[Message], rendered: str) -> str | None:

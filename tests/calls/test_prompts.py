@@ -1,6 +1,8 @@
 """A prompt is the earlier tokens as they were sampled, and the tokens of the new messages."""
 
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,8 +169,8 @@ def test_a_template_that_needs_the_call_of_a_result_is_rendered_in_full(
     template, written = NEEDS_THE_CALL[name]
     tokenizer = with_template(tiny_tokenizer, HEAD + template)
     prompts, cache = PromptBuilder(tokenizer), InteractionCache()
-    assert str(prompts).startswith("chat template: new messages follow the sampled tokens, results")
-    assert str(prompts).endswith("are rendered with the whole history")
+    ways = "new messages follow the sampled tokens, results of tools are rendered with the whole"
+    assert prompts.ways == f"{ways} history"
     called = said("", ("f", {}))
     cache.enter("a", Interaction([user("q")]))
     cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [called])
@@ -184,12 +186,90 @@ def test_a_text_that_the_template_leaves_out_is_refused(tiny_tokenizer: Any) -> 
     template = HEAD + "{% if m.role != 'tool' %}{{ m.content }}{% endif %}<|im_end|>\n" + TAIL
     result = {"role": "tool", "content": 'a "b"', "tool_call_id": "c"}
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
+    assert "results of tools are refused (messages: the chat template leaves out" in prompts.ways
     for question in ("So?", 'a "b"'):
         with pytest.raises(Refusal, match="leaves out 'a \"b\"'"):
             prompts.prompt(Interaction([user(question), said("", F), result]))
     own = with_template(tiny_tokenizer, HEAD + "{{ m.content | tojson }}<|im_end|>\n" + TAIL)
     prompt = PromptBuilder(own).prompt(Interaction([user("q"), said("", F), result]))
     assert r'"a \"b\""' in own.decode(prompt)
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+RAISE = "{{ raise_exception('no') }}"
+STRICT = {  # how a template refuses or drops what is not so
+    "one system message, at the beginning": (
+        "{% if m.role == 'system' and not loop.first %}" + RAISE + "{% endif %}"
+    ),
+    "no system message": "{% if m.role == 'system' %}" + RAISE + "{% endif %}",
+    "alternating roles": "{% if loop.previtem and loop.previtem.role == m.role != 'tool' %}"
+    + RAISE
+    + "{% endif %}",
+    "one call": "{% if m.tool_calls and (m.tool_calls | length > 1 or m.content) %}"
+    + RAISE
+    + "{% endif %}",
+    "content in parts": "{% if m.content is string %}" + RAISE + "{% endif %}",
+    "drops later system messages": "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",
+}
+RESULTS = [{"role": "tool", "content": f"r{k}", "tool_call_id": f"call_ab12_{k}"} for k in (1, 0)]
+G: Any = ("g", {})
+HARD = [
+    [system("s1"), system("s2"), user("q1"), user("q2"), said("a1"), system("s3"), user("q3")],
+    [system("s1"), user("q1"), said("a1", F, G), *RESULTS, user("q2"), user("q3")],
+]
+
+
+@pytest.mark.parametrize("rule", STRICT)
+@pytest.mark.parametrize("talk", HARD)
+def test_a_strict_template_gets_every_text(
+    tiny_tokenizer: Any, rule: str, talk: list[dict[str, Any]]
+) -> None:
+    """What stands together is merged, whether the conversation is rendered whole or continued."""
+    text = "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+    template = (
+        HEAD.replace("%}<|", "%}" + STRICT[rule] + "<|") + text + CALLS + "<|im_end|>\n" + TAIL
+    )
+    own = with_template(tiny_tokenizer, template)
+    lenient = with_template(tiny_tokenizer, template.replace(STRICT[rule], ""))
+    whole = own.decode(PromptBuilder(own).prompt(Interaction(talk)))
+    as_it_stands = own.decode(PromptBuilder(lenient).prompt(Interaction(talk)))
+    assert as_it_stands == lenient.apply_chat_template(
+        talk, tokenize=False, add_generation_prompt=True
+    )
+    cache, k = InteractionCache(), next(k for k, m in enumerate(talk) if m["role"] == "assistant")
+    cache.enter("a", Interaction(talk[:k]))
+    cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [talk[k]])
+    child = PromptBuilder(own).prompt(cache.enter("b", Interaction(talk)))
+    assert child[:2] == [1, 2]
+    for rendered, messages in ((whole, talk), (own.decode(child), talk[k + 1 :])):
+        assert [m["content"] for m in messages if m["content"] not in rendered] == []
+    calls = [whole.index(text) for text in ("[g]", "r1", "[f]", "r0") if text in whole]
+    assert calls == sorted(calls) or rule != "one call"
+
+
+TRL = importlib.util.find_spec("trl")
+SHIPPED = sorted(Path(TRL.origin).parent.glob("chat_templates/*.jinja")) if TRL else []  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not SHIPPED, reason="needs the templates of TRL: pip install --no-deps trl")
+@pytest.mark.parametrize("talk", HARD)
+@pytest.mark.parametrize("path", SHIPPED or [None], ids=lambda path: path.stem if path else "none")
+def test_templates_in_use_get_every_text_or_refuse(
+    tiny_tokenizer: Any, path: Any, talk: list[dict[str, Any]]
+) -> None:
+    """What cannot be rendered is known when the template is loaded: it has no tools."""
+    own = with_template(tiny_tokenizer, path.read_text())
+    own.bos_token = "<|endoftext|>"
+    prompts = PromptBuilder(own)
+    if "tools are refused" in prompts.ways and RESULTS[0] in talk:
+        with pytest.raises(Refusal, match="the chat template"):
+            prompts.prompt(Interaction(talk))
+        return
+    written = tiny_tokenizer.decode(prompts.prompt(Interaction(talk)))
+    assert [m["content"] for m in talk if m["content"] not in written] == []
 
 
 def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
