@@ -15,7 +15,9 @@ only in their names. Reasoning is not read back, because the tree has it.
 **Equal messages.** An agent sends the whole history with every call, and a client may write a reply
 differently: null for "", parts for a string, other white space in a call's JSON. So the tree
 compares only what `canonical` returns: role, text, calls (id, name, arguments) and a result's id.
-Other fields (name, cache marks, annotations) do not count. Changed text begins a new conversation.
+Other fields (name, cache marks, annotations) do not count. Changed text begins a new conversation,
+except in a system message what matches VOLATILE: some clients send another value with every call.
+The prompt keeps the first one.
 
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
 `item_reference`. `find` looks the id up in the session.
@@ -28,6 +30,7 @@ refused, because they stay in the history, so every later call would be refused,
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +53,8 @@ UNSUPPORTED = (
     "audio web_search_options conversation prompt container compaction guided_json guided_regex "
     "guided_choice guided_grammar thread"
 )
+# Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
+VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
 # values that change nothing, like null and empty ones
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
@@ -122,6 +127,8 @@ def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
 def canonical(message: Message) -> bytes:
     """The part of a message that the tree compares."""
     compared = [message.get(key) for key in ("role", "content", "tool_calls", "tool_call_id")]
+    if message["role"] == "system":
+        compared[1] = VOLATILE.sub("", message["content"])
     return orjson.dumps(compared, option=orjson.OPT_SORT_KEYS)
 
 

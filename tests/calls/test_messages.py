@@ -180,6 +180,23 @@ def test_plain_is_plain() -> None:
             assert canonical(again) == canonical(message)
 
 
+def test_a_volatile_head_does_not_begin_a_new_conversation() -> None:
+    """Claude Code's first block changes with every call; the prompt keeps the first value."""
+    head, cache = "x-anthropic-billing-header: cc_version=2.1.9; cch={};", InteractionCache()
+    talks = [
+        ask("messages", messages=turns, system=[{"type": "text", "text": text} for text in blocks])
+        for turns, *blocks in (
+            (HELLO, head.format("36ee5"), "Be terse."),
+            ([*HELLO, said("a"), *HELLO], head.format("0a1b2"), "Be terse."),
+            ([*HELLO, said("a"), *HELLO], head.format("36ee5"), "Be wordy."),
+        )
+    ]
+    first = cache.enter("0", Interaction(talks[0].messages))
+    cache.finish("0", ModelResponse([1], [2], [-1.0], [0], "stop"), [said("a")])
+    second, other = (cache.enter(str(k), Interaction(talks[k].messages)) for k in (1, 2))
+    assert (second.parent, second.messages[0], other.parent) == (first, first.messages[0], None)
+
+
 # The three protocols
 
 QUESTION = {"role": "user", "content": "How warm?"}
