@@ -29,6 +29,7 @@ The model may do worse with a history that its template would have shortened.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from typing import Any
 
 from cache import Interaction
 from calls.messages import Message, Refusal, with_texts
+from calls.tools import MARKS
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
@@ -204,6 +206,13 @@ def find_missing(messages: list[Message], rendered: str) -> str | None:
     return None
 
 
+@functools.cache
+def special_ids(tokenizer: Any) -> set[int]:
+    """The ids of special tokens that are no marks of reasoning or calls."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {i for i, token in added if token.special and token.content not in MARKS}
+
+
 def read_text(
     tokenizer: Any,
     tokens: list[int],
@@ -212,10 +221,12 @@ def read_text(
     special_tokens: bool = False,
 ) -> str:
     """Return an answer's text up to its end mark or the first stop string. It begins with
-    `opening`, which is in the prompt."""
+    `opening`, which is in the prompt. Special tokens are no text, unless calls/tools.py reads
+    them."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
-    said = tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
+    hidden = () if special_tokens else special_ids(tokenizer)
+    said = tokenizer.decode([token for token in tokens if token not in hidden])
     for stop in gconfig.stop:
         said, _, _ = said.partition(stop)
     return opening + said

@@ -29,6 +29,7 @@ from inference.fields import Refusal, import_name, read_json
 
 OPEN, CLOSE = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 THINK, END_OF_THINK = "<think>", "</think>"
+MARKS = (THINK, END_OF_THINK, "<tool_call>", "</tool_call>")
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")
 Tools = list[Json]  # in the form of chat completions
 Parser = Callable[[str, Tools], tuple[str, list[Json]]]

@@ -1,5 +1,6 @@
 """A prompt is the earlier tokens as they were sampled, and the tokens of the new messages."""
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from harness import said, tool, user, with_template
 from cache import Interaction, InteractionCache
 from calls.messages import Refusal
 from calls.prompts import PromptBuilder, read_text
+from calls.tools import MARKS, parse
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 F: Any = ("f", {})
@@ -373,3 +375,13 @@ def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str) -> None:
     assert read_text(own, tokens, gconfig) == read
     assert read_text(own, tokens, gconfig, "two ") == f"two {read}"  # not in the opening
     assert read_text(own, own.encode("a<|im_start|>"), gconfig, "", True) == "a<|im_start|>"
+
+
+def test_marks_that_are_special_tokens_are_read(tiny_tokenizer: Any) -> None:
+    """Reasoning and calls are found, and other special tokens are still no text."""
+    own = copy.deepcopy(tiny_tokenizer)
+    own.add_special_tokens({"additional_special_tokens": [*MARKS, "<|pad|>"]})
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    tokens = own.encode(f"<think>hm</think>ok<|pad|>{call}")
+    read = read_text(own, tokens, GenerationHyperparameters())
+    assert parse(read, [tool("f")], "ab12") == said("ok", F, reasoning="hm")
