@@ -10,7 +10,7 @@ the tree read:
 **Three protocols, one walk.** A conversation is a list of items. An item is a message, whose
 content is a text or a list of blocks. The Responses protocol also has calls and results as items.
 Each block or item becomes a small message, and those of one reply are joined. Other fields differ
-only in their names. Reasoning is not read back, because the tree has it.
+only in their names. Where a template needs reasoning, it is read from `reasoning_content`.
 
 **Equal messages.** An agent sends the whole history with every call, and a client may write a reply
 differently: null for "", parts for a string, other white space in a call's JSON. So the tree
@@ -53,6 +53,7 @@ UNSUPPORTED = (
     "audio web_search_options conversation prompt container compaction guided_json guided_regex "
     "guided_choice guided_grammar thread"
 )
+ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
 # values that change nothing, like null and empty ones
@@ -155,7 +156,9 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
                 for key in piece.keys() - {"role"}:  # texts, or lists of calls
                     last[key] = last[key] + piece[key] if key in last else piece[key]
             else:
-                messages.append(piece)
+                also = ALSO_READ if "role" in item else ()
+                texts = {key: item[key] for key in also if isinstance(item.get(key), str)}
+                messages.append(piece | texts)
     if not messages:
         raise Refusal(f"{name}: a list of at least one message is needed")
     return messages

@@ -303,6 +303,14 @@ def test_a_history_with_an_unusual_item_is_read(item: dict[str, Any], text: str)
     assert [message["content"] for message in ask(messages=[QUESTION, item]).messages][1] == text
 
 
+def test_what_a_template_may_read_reaches_it() -> None:
+    """The name of a tool's result, for example. It does not count when histories are compared."""
+    sent = [TALK[3] | {"name": "f"}, said("a", reasoning="hm"), QUESTION | {"name": {}}]
+    read = ask(messages=sent).messages
+    assert read == [*sent[:2], QUESTION]
+    assert canonical(read[0]) == canonical(TALK[3])
+
+
 def test_blocks_beside_a_tools_result_are_kept() -> None:
     """Each result is a message, and what is next to it another."""
     result = {"type": "tool_result", "tool_use_id": "c", "content": "21"}
