@@ -25,6 +25,10 @@ Some templates refuse a valid conversation, or silently drop a message that they
 `stricter` merges what stands together, such as two system messages. If a text is still missing, the
 call is refused.
 
+A tool's result may contain the text of a control token, such as <|im_end|>, to forge a turn. So
+control tokens count only where the template or an assistant wrote them; elsewhere BREAK parts them,
+and they become ordinary tokens with the same text.
+
 The model may do worse with a history that its template would have shortened.
 """
 
@@ -32,6 +36,7 @@ import contextlib
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +48,7 @@ from inference.io_struct import GenerationHyperparameters, ModelResponse
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 
+BREAK = "\ufdd0"  # means nothing in any text
 SPLICED = "follow the sampled tokens"
 
 
@@ -53,6 +59,9 @@ class PromptBuilder:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
         self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        controls = [re.escape(token.content) for token in added if token.special]
+        self._control = re.compile("|".join(controls) or "(?!)")
         said = self._way(STUB[1], [{"role": "user", "content": "new"}])
         # Some templates know only one call in a message.
         results = [self._way(*call_tools(names)) for names in ("fg", "f")]
@@ -111,6 +120,7 @@ class PromptBuilder:
         """Return the text of the first form of the messages that the template takes whole."""
         options, reason = variables | {"tokenize": False, "add_generation_prompt": True}, ""
         render = self._tokenizer.apply_chat_template
+        messages = [*map(self._disarm, messages)]
         for form, change in itertools.product(stricter(messages), (dict, with_texts, with_parts)):
             try:
                 text = render([*map(change, form)], **options)
@@ -122,7 +132,17 @@ class PromptBuilder:
             reason = reason or f"leaves out {missing[:80]!r}"
         raise Refusal(f"messages: the chat template {reason}")
 
+    def _disarm(self, message: Message) -> Message:
+        if message["role"] == "assistant":
+            return message
+        text = self._control.sub(lambda found: BREAK.join(found[0]), message["content"])
+        return message | {"content": text}
+
     def encode(self, text: str) -> list[int]:
+        """Tokenise what was rendered."""
+        return [token for part in text.split(BREAK) for token in self._encode(part)]
+
+    def _encode(self, text: str) -> list[int]:
         # The Rust tokenizer takes half the time, if nobody has changed its settings.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
