@@ -148,8 +148,11 @@ class Proxy:
         # Another parser's call marks may be special tokens, so these are kept.
         tokens, special = response.output_tokens, self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
-        message = parse(text, tools, turn.form.suffix, self.parser)
-        if "tool_calls" in message and response.stop_reason == "stop":
+        ended = response.stop_reason == "stop"
+        message = parse(text, tools, turn.form.suffix, self.parser, ended)
+        if "tool_calls" in message and not ask.parallel_tool_calls:
+            del message["tool_calls"][1:]
+        if "tool_calls" in message and ended:
             response.stop_reason = "tool_calls"
         return message, response
 
@@ -157,8 +160,9 @@ class Proxy:
         number, session.calls = session.calls, session.calls + 1
         chosen = self.sampling | session.sampling | ask.sampling
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
-        if self.seed is not None and "seed" not in ask.sampling:
-            chosen["seed"] = call_seed(self.seed, session.task_id, number)
+        # An agent that always sends 42 must not make the members of a group equal.
+        if (seed := chosen.get("seed", self.seed)) is not None:
+            chosen["seed"] = call_seed(seed, session.task_id, number)
         gconfig, call = CallParameters(**chosen), f"{session.task_id}.{number}"
         return ModelRequest(ids, gconfig=gconfig, call=call)
 

@@ -24,7 +24,7 @@ one of four members raises, one returns None and two make a row each, the group 
 raise, the group raises.
 
 **Seeds.** The sampling seed of a request depends only on (seed, task, member, number of the call in
-its session), unless the agent sends a seed.
+its session). An agent's own seed takes the place of the run's.
 """
 
 import asyncio

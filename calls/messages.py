@@ -78,6 +78,7 @@ class AgentRequest:
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
     template_kwargs: Json = field(default_factory=dict)  # more variables of the chat template
     stream: bool = False
+    parallel_tool_calls: bool = True  # whether a reply may have several calls
 
 
 def parse(body: Json, find: Find = NOTHING, history: str = "messages") -> AgentRequest:
@@ -90,6 +91,8 @@ def parse(body: Json, find: Find = NOTHING, history: str = "messages") -> AgentR
         raise Refusal("n: a call has one answer; make several calls")
     if isinstance(body.get("input"), str):
         body = body | {"input": [{"role": "user", "content": body["input"]}]}
+    if isinstance(choice := body.get("tool_choice"), dict):  # Anthropic's place for it
+        body = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")} | body
     messages, tools = _messages(body, history, find), _tools(body)
     if previous := get(body, "previous_response_id", str):
         found = find(previous)
@@ -107,6 +110,7 @@ def parse(body: Json, find: Find = NOTHING, history: str = "messages") -> AgentR
         tool_choice=_tool_choice(body.get("tool_choice"), tools),
         template_kwargs=get(body, "chat_template_kwargs", dict, {}),
         stream=get(body, "stream", bool, False),
+        parallel_tool_calls=get(body, "parallel_tool_calls", bool, True),
     )
 
 
@@ -156,9 +160,9 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
                 for key in piece.keys() - {"role"}:  # texts, or lists of calls
                     last[key] = last[key] + piece[key] if key in last else piece[key]
             else:
-                also = ALSO_READ if "role" in item else ()
-                texts = {key: item[key] for key in also if isinstance(item.get(key), str)}
-                messages.append(piece | texts)
+                sent = item.items() if "role" in item else ()
+                also = {k: x for k, x in sent if k in ALSO_READ and isinstance(x, str)}
+                messages.append(piece | also)
     if not messages:
         raise Refusal(f"{name}: a list of at least one message is needed")
     return messages

@@ -37,7 +37,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cache import Interaction
@@ -47,8 +47,10 @@ from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-
 BREAK = "\ufdd0"  # means nothing in any text
+CALL = {"id": "id of f", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT: Message = {"role": "tool", "content": "result", "tool_call_id": "id of f"}
 SPLICED = "follow the sampled tokens"
 
 
@@ -59,26 +61,22 @@ class PromptBuilder:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        controls = [re.escape(token.content) for token in added if token.special]
+        controls = map(re.escape, special_tokens(tokenizer).values())
         self._control = re.compile("|".join(controls) or "(?!)")
-        said = self._way(STUB[1], [{"role": "user", "content": "new"}])
-        # Some templates know only one call in a message.
-        results = [self._way(*call_tools(names)) for names in ("fg", "f")]
+        said = self._way(STUB[1], {"role": "user", "content": "new"})
+        results = self._way(CALLED, RESULT)
+        self.ways = f"new messages {said}, results of tools {results}"
         # whether prompts begin with the parent's tokens, before a user's message and before results
-        self.splices, self.splices_results = said == SPLICED, SPLICED in results
-        best = SPLICED if self.splices_results else results[0]
-        self.ways = f"new messages {said}, results of tools {best}"
+        self.splices, self.splices_results = said == SPLICED, results == SPLICED
 
-    def _way(self, said: Message, new: list[Message]) -> str:
+    def _way(self, said: Message, new: Message) -> str:
         """Say what becomes of `new`. A whole conversation should end with the tail that it gets."""
-        before: list[Message] = [{"role": "user", "content": "old"}, STUB[1], STUB[0], said]
         try:
-            whole = self._render([*before, *new], {})
+            whole = self._render([*STUB, STUB[0], said, new], {})
         except Refusal as error:
             return f"are refused ({error})"
         with contextlib.suppress(Refusal):
-            if whole.endswith(self._tail(new, {})):
+            if whole.endswith(self._tail([new], {})):
                 return SPLICED
         return "are rendered with the whole history"
 
@@ -90,9 +88,7 @@ class PromptBuilder:
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
             if self.splices and (self.splices_results or not has_results):
-                with contextlib.suppress(
-                    Refusal
-                ):  # after the stub it refuses them, or drops a text
+                with contextlib.suppress(Refusal):  # after the stub a text is refused or dropped
                     return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(call.messages, variables))
 
@@ -111,32 +107,28 @@ class PromptBuilder:
         return turn.input_tokens + said + tail
 
     def _tail(self, new: list[Message], variables: dict[str, Any]) -> str:
-        _, found, tail = self._render([*STUB, *new], variables).partition(SENTINEL)
-        if not found or find_missing(new, tail):
-            raise Refusal("messages: the chat template needs what is before them")
+        _, _, tail = self._render([*STUB, *new], variables).partition(SENTINEL)
+        check_texts(self._disarm(new), tail)
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Return the text of the first form of the messages that the template takes whole."""
-        options, reason = variables | {"tokenize": False, "add_generation_prompt": True}, ""
-        render = self._tokenizer.apply_chat_template
-        messages = [*map(self._disarm, messages)]
-        for form, change in itertools.product(stricter(messages), (dict, with_texts, with_parts)):
+        options = variables | {"tokenize": False, "add_generation_prompt": True}
+        messages, refusals = [*self._disarm(messages)], list[Exception]()
+        # DeepSeek's templates need arguments as text.
+        for form, change in itertools.product(stricter(messages), (dict, with_texts)):
             try:
-                text = render([*map(change, form)], **options)
-            except Exception as error:  # a template may raise anything
-                reason = reason or f"refuses them: {error}"
-                continue
-            if (missing := find_missing(messages, text)) is None:
+                text = self._tokenizer.apply_chat_template([*map(change, form)], **options)
+                check_texts(messages, text)
                 return text
-            reason = reason or f"leaves out {missing[:80]!r}"
-        raise Refusal(f"messages: the chat template {reason}")
+            except Exception as error:  # a template may raise anything
+                refusals.append(error)
+        raise Refusal(f"messages: the chat template refuses them: {refusals[0]}")
 
-    def _disarm(self, message: Message) -> Message:
-        if message["role"] == "assistant":
-            return message
-        text = self._control.sub(lambda found: BREAK.join(found[0]), message["content"])
-        return message | {"content": text}
+    def _disarm(self, messages: list[Message]) -> Iterator[Message]:
+        for m in messages:
+            text = self._control.sub(lambda found: BREAK.join(found[0]), m["content"])
+            yield m if m["role"] == "assistant" else m | {"content": text}
 
     def encode(self, text: str) -> list[int]:
         """Tokenise what was rendered."""
@@ -148,20 +140,6 @@ class PromptBuilder:
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-
-def call_tools(names: str) -> tuple[Message, list[Message]]:
-    """Return a message that calls each tool, and the results."""
-    ids = {name: f"id of {name}" for name in names}
-    calls = [
-        {"id": ids[name], "type": "function", "function": {"name": name, "arguments": {}}}
-        for name in names
-    ]
-    results = [
-        {"role": "tool", "content": f"result of {name}", "tool_call_id": ids[name]}
-        for name in names
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}, results
 
 
 def stricter(messages: list[Message]) -> Iterator[list[Message]]:
@@ -182,7 +160,7 @@ def merge(messages: list[Message]) -> list[Message]:
         if message["role"] == "system" != last["role"]:
             message = message | {"role": "user"}
         joins = merged and last["role"] == message["role"] != "tool"
-        if joins and not ("tool_calls" in last or "tool_calls" in message):
+        if joins and "tool_calls" not in last | message:
             message = last | {"content": f"{last['content']}\n\n{message['content']}"}
             merged.pop()
         merged.append(message)
@@ -199,38 +177,30 @@ def one_call_each(messages: list[Message]) -> list[Message]:
         waiting = [m for m in waiting if m not in now]
         single += now
         calls = message.get("tool_calls", [])
-        waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+        waiting += [CALLED | {"tool_calls": [call]} for call in calls]
         if message["content"] or not calls:
             single.append({key: x for key, x in message.items() if key != "tool_calls"})
     return single + waiting
 
 
-def with_parts(message: Message) -> Message:
-    """The form that templates of models with images want."""
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
-
-
-def find_missing(messages: list[Message], rendered: str) -> str | None:
-    """Return a message's text that is not in what the template has written. It may be there as
-    JSON, and without reasoning. Calls are not looked for: a small model's template has none."""
+def check_texts(messages: Iterable[Message], rendered: str) -> None:
+    """Raise Refusal unless the template has written every text. It may be there as JSON, and
+    without reasoning. Calls are not looked for: a small model's template has none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages
     ]
     for text in sorted(map(str.strip, texts), key=len, reverse=True):
-        quoted = json.dumps(text, ensure_ascii=False)[1:-1]
-        found = text if text in rendered else quoted
+        found = text if text in rendered else json.dumps(text, ensure_ascii=False)[1:-1]
         if found not in rendered:
-            return text
+            raise Refusal(f"it leaves out {text[:80]!r}")
         rendered = rendered.replace(found, "\0", 1)  # two equal texts need two places
-    return None
 
 
 @functools.cache
-def special_ids(tokenizer: Any) -> set[int]:
-    """The ids of special tokens that are no marks of reasoning or calls."""
+def special_tokens(tokenizer: Any) -> dict[int, str]:
     added = tokenizer.added_tokens_decoder.items()
-    return {i for i, token in added if token.special and token.content not in MARKS}
+    return {number: token.content for number, token in added if token.special}
 
 
 def read_text(
@@ -238,15 +208,15 @@ def read_text(
     tokens: list[int],
     gconfig: GenerationHyperparameters,
     opening: str = "",
-    special_tokens: bool = False,
+    keep_special: bool = False,
 ) -> str:
     """Return an answer's text up to its end mark or the first stop string. It begins with
     `opening`, which is in the prompt. Special tokens are no text, unless calls/tools.py reads
     them."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
-    hidden = () if special_tokens else special_ids(tokenizer)
-    said = tokenizer.decode([token for token in tokens if token not in hidden])
+    special = {} if keep_special else special_tokens(tokenizer)
+    said = tokenizer.decode([token for token in tokens if special.get(token) in (None, *MARKS)])
     for stop in gconfig.stop:
         said, _, _ = said.partition(stop)
     return opening + said

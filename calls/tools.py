@@ -5,10 +5,10 @@ By default the text has the form of Qwen and Hermes:
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
 The text between the marks is a call if it is JSON, names an offered tool, and has an object as
-arguments. The JSON is decoded from its beginning, so a mark inside one of its strings ends nothing.
-Everything else stays text, so the agent sees a wrong call as the model wrote it. Nothing is
-repaired. White space is dropped around the reasoning, before a call and, if there are calls, at
-the end.
+arguments, or none. They may also be called parameters. The JSON is decoded from its beginning, so a
+mark inside one of its strings ends nothing. Everything else stays text, so the agent sees a wrong
+call as the model wrote it. Nothing is repaired. White space is dropped around the reasoning, before
+a call and, if there are calls, at the end.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
@@ -51,8 +51,9 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
                 at = end.end()
 
 
-def split_thinking(text: str) -> tuple[str, str]:
-    """Return the reasoning, and the text after it."""
+def split_thinking(text: str, ended: bool = False) -> tuple[str, str]:
+    """Return the reasoning, and the text after it. An answer that has ended without the end of its
+    reasoning has none: the prompt has begun it, and the model has skipped it."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -60,6 +61,8 @@ def split_thinking(text: str) -> tuple[str, str]:
     for begin, end, _ in find_calls(bare):
         if begin < ends < end:  # inside a call's JSON
             ends = bare.find(END_OF_THINK, end)
+    if ends < 0 and ended:
+        return "", bare.removeprefix(THINK).lstrip()
     ends = ends if ends >= 0 else len(bare)
     return bare[len(THINK) : ends].strip(), bare[ends + len(END_OF_THINK) :].lstrip()
 
@@ -81,17 +84,19 @@ def read_call(body: str, tools: Tools) -> Json | None:
     it."""
     try:
         call = read_json(body)
-        name, arguments = call["name"], call["arguments"]
+        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     except (ValueError, TypeError, KeyError):
         return None
     is_call = name in names_of(tools) and isinstance(arguments, dict)
     return {"name": name, "arguments": arguments} if is_call else None
 
 
-def parse(text: str, tools: Tools, suffix: str, parser: Parser = split_calls) -> Message:
+def parse(
+    text: str, tools: Tools, suffix: str, parser: Parser = split_calls, ended: bool = False
+) -> Message:
     """Turn a whole text into a message in the form of calls/messages.py. A call of a tool that is
     not in `tools` stays text. The ids of calls have `suffix` and a number."""
-    (reasoning, rest), calls = split_thinking(text), list[Any]()
+    (reasoning, rest), calls = split_thinking(text, ended), list[Any]()
     if tools:
         try:
             rest, found = parser(rest, tools)

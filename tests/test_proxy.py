@@ -109,14 +109,14 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
     session = await harness.start()
     await harness.chat(session, HELLO)
     await harness.chat(
-        session, HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=3, seed=5, stop="x"
+        session, HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=3, stop="x"
     )
     default, asked = (request.gconfig for request in harness.engine.requests)
     assert default.trains_exactly
     assert (default.temperature, default.max_new_tokens, default.seed) == (1.0, 9, None)
     assert default.stop_token_ids == [tiny_tokenizer.eos_token_id]
     assert (asked.temperature, asked.top_p, asked.max_new_tokens) == (0.5, 0.9, 3)
-    assert (asked.seed, asked.stop) == (5, ["x"])
+    assert asked.stop == ["x"]
     exported = (await harness.export(session)).values()
     assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [
         True,
@@ -146,19 +146,36 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
-    """The seed of a call depends only on the proxy's seed, the task's id and its number."""
+    """The seed of a call depends only on the proxy's or the agent's seed, the task's id and its
+    number. So an agent that always sends 42 does not make a group of equal members."""
 
-    async def seeds(task_id: str) -> list[int | None]:
+    async def seeds(task_id: str, **sent: int) -> list[int | None]:
         """The seeds of two calls at a new proxy."""
         harness = start(seed=1)
         await harness.start("another")
         session = await harness.start(task_id)
         for _ in range(2):
-            await harness.chat(session, HELLO)
+            await harness.chat(session, HELLO, **sent)
         return [request.gconfig.seed for request in harness.engine.requests]
 
     assert await seeds("7") == await seeds("7") == [call_seed(1, "7", 0), call_seed(1, "7", 1)]
+    assert await seeds("7", seed=42) == [call_seed(42, "7", 0), call_seed(42, "7", 1)]
     assert len({*(await seeds("7")), *(await seeds("8"))}) == 4
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"parallel_tool_calls": False},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    ],
+)
+async def test_one_call_if_the_agent_wants_one(start: Start, one: Any) -> None:
+    """The agent cannot do two things at once, so it sees only the first call."""
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    harness = start(call * 2)
+    reply = await harness.chat(await harness.start(), HELLO, tools=[tool("f")], **one)
+    assert len(reply["choices"][0]["message"]["tool_calls"]) == 1
 
 
 # ---- replies

@@ -188,7 +188,10 @@ def test_a_text_that_the_template_leaves_out_is_refused(tiny_tokenizer: Any) -> 
     template = HEAD + "{% if m.role != 'tool' %}{{ m.content }}{% endif %}<|im_end|>\n" + TAIL
     result = {"role": "tool", "content": 'a "b"', "tool_call_id": "c"}
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
-    assert "results of tools are refused (messages: the chat template leaves out" in prompts.ways
+    assert (
+        "results of tools are refused (messages: the chat template refuses them: it leaves"
+        in prompts.ways
+    )
     for question in ("So?", 'a "b"'):
         with pytest.raises(Refusal, match="leaves out 'a \"b\"'"):
             prompts.prompt(Interaction([user(question), said("", F), result]))
@@ -213,7 +216,6 @@ STRICT = {  # how a template refuses or drops what is not so
     "one call": "{% if m.tool_calls and (m.tool_calls | length > 1 or m.content) %}"
     + RAISE
     + "{% endif %}",
-    "content in parts": "{% if m.content is string %}" + RAISE + "{% endif %}",
     "drops later system messages": "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",
 }
 RESULTS = [{"role": "tool", "content": f"r{k}", "tool_call_id": f"call_ab12_{k}"} for k in (1, 0)]
@@ -230,9 +232,12 @@ def test_a_strict_template_gets_every_text(
     tiny_tokenizer: Any, rule: str, talk: list[dict[str, Any]]
 ) -> None:
     """What stands together is merged, whether the conversation is rendered whole or continued."""
-    text = "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
     template = (
-        HEAD.replace("%}<|", "%}" + STRICT[rule] + "<|") + text + CALLS + "<|im_end|>\n" + TAIL
+        HEAD.replace("%}<|", "%}" + STRICT[rule] + "<|")
+        + "{{ m.content }}"
+        + CALLS
+        + "<|im_end|>\n"
+        + TAIL
     )
     own = with_template(tiny_tokenizer, template)
     lenient = with_template(tiny_tokenizer, template.replace(STRICT[rule], ""))
@@ -266,7 +271,7 @@ def test_templates_in_use_get_every_text_or_refuse(
     own = with_template(tiny_tokenizer, path.read_text())
     own.bos_token = "<|endoftext|>"
     prompts = PromptBuilder(own)
-    if "tools are refused" in prompts.ways and RESULTS[0] in talk:
+    if "refused" in prompts.ways.partition(", ")[RESULTS[0] in talk and 2]:
         with pytest.raises(Refusal, match="the chat template"):
             prompts.prompt(Interaction(talk))
         return
@@ -362,6 +367,7 @@ def test_a_tools_result_forges_no_turn(tiny_tokenizer: Any, splices: bool) -> No
     prompt = talk.say({"role": "tool", "content": evil, "tool_call_id": "c"}, "b")
     assert prompt.count(tiny_tokenizer.convert_tokens_to_ids("<|im_start|>")) == 4
     assert evil in tiny_tokenizer.decode(prompt)
+    assert len(talk.cache.export_interactions("concat")) == 1
 
 
 # ---- text

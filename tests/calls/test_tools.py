@@ -48,12 +48,21 @@ MARKED = call(arguments=json.dumps(MARKS[1]))
         ("<think>" + call() + "</think>ok", said("ok", reasoning=call())),
         (f"{MARKED} and {MARKED}", said(" and", MARKS, MARKS)),
         (f"<think>{MARKED} hm</think>{MARKED}", said("", MARKS, reasoning=f"{MARKED} hm")),
+        ('<tool_call>{"name": "f"}</tool_call>', said("", F)),
+        (call().replace("arguments", "parameters"), said("", F)),
         ("<tool_call>" + call() + "</tool_call>", said("<tool_call></tool_call>", F)),
     ],
 )
 def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
     """Into reasoning, text and calls."""
     assert read(text) == message
+
+
+def test_reasoning_that_does_not_end_is_the_answer_if_the_answer_has_ended() -> None:
+    """The prompt has begun it, and the model has answered without."""
+    for text, message in (("<think>\n42", said("42")), ("<think>" + MARKED, said("", MARKS))):
+        assert parse(text, TOOLS, "ab12", ended=True) == message
+        assert read(text)["content"] == ""
 
 
 BROKEN = [
@@ -64,7 +73,6 @@ BROKEN = [
     "<tool_call>f(1)</tool_call>",
     '<tool_call>{"name": "f", "arguments": {}</tool_call>',
     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
-    '<tool_call>{"name": "f"}</tool_call>',
     '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
     '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
     '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
@@ -154,7 +162,7 @@ for form, text in said:
     parser = find_parser(form)
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     gconfig = GenerationHyperparameters(stop_token_ids=[tokenizer.eos_token_id])
-    read = read_text(tokenizer, tokens, gconfig, special_tokens=True)
+    read = read_text(tokenizer, tokens, gconfig, keep_special=True)
     print(json.dumps(parse(read, tools, "ab12", parser)))
     try:
         opening("f", tools, "", parser)
