@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +101,6 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
     assert f"answer{own}<|endoftext|><|im_end|>\n<|im_start|>user\ntwo" in prompt
 
 
-@pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
-def test_where_rendering_again_is_exact_splicing_is_the_same(
-    tiny_tokenizer: Any, name: str
-) -> None:
-    """A template that changes nothing of the model's text would render the same prompt."""
-    spliced, whole = (Talk(with_template(tiny_tokenizer, TEMPLATES[name])) for _ in range(2))
-    whole.prompts.splices = False
-    for k in range(3):
-        assert spliced.say(user(str(k)), f"answer {k}") == whole.say(user(str(k)), f"answer {k}")
-
-
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
     """Each question is rendered and tokenised once, and no answer."""
     tokenizer = with_template(tiny_tokenizer, TEMPLATES["plain"])
@@ -200,61 +190,38 @@ def test_a_text_that_the_template_leaves_out_is_refused(tiny_tokenizer: Any) -> 
     assert r'"a \"b\""' in own.decode(prompt)
 
 
-def system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
-
-
-RAISE = "{{ raise_exception('no') }}"
-STRICT = {  # how a template refuses or drops what is not so
-    "one system message, at the beginning": (
-        "{% if m.role == 'system' and not loop.first %}" + RAISE + "{% endif %}"
-    ),
-    "no system message": "{% if m.role == 'system' %}" + RAISE + "{% endif %}",
-    "alternating roles": "{% if loop.previtem and loop.previtem.role == m.role != 'tool' %}"
-    + RAISE
-    + "{% endif %}",
-    "one call": "{% if m.tool_calls and (m.tool_calls | length > 1 or m.content) %}"
-    + RAISE
-    + "{% endif %}",
-    "drops later system messages": "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",
-}
+SYSTEM, NO = {"role": "system"}, "{{ raise_exception('no') }}{% endif %}"
+STRICT = [  # rules of templates
+    "{% if m.role == 'system' and not loop.first %}" + NO,
+    "{% if m.role == 'system' %}" + NO,
+    "{% if loop.previtem and loop.previtem.role == m.role != 'tool' %}" + NO,
+    "{% if m.tool_calls and (m.tool_calls | length > 1 or m.content) %}" + NO,
+    "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",  # drops it
+]
 RESULTS = [{"role": "tool", "content": f"r{k}", "tool_call_id": f"call_ab12_{k}"} for k in (1, 0)]
-G: Any = ("g", {})
+HEAD_OF_TALK = [SYSTEM | {"content": "s1"}, SYSTEM | {"content": "s2"}, user("q1"), user("q2")]
 HARD = [
-    [system("s1"), system("s2"), user("q1"), user("q2"), said("a1"), system("s3"), user("q3")],
-    [system("s1"), user("q1"), said("a1", F, G), *RESULTS, user("q2"), user("q3")],
+    [*HEAD_OF_TALK, said("a1"), SYSTEM | {"content": "s3"}, user("q3")],
+    [*HEAD_OF_TALK, said("a1", F, ("g", {})), *RESULTS, user("q3"), user("q4")],
 ]
 
 
 @pytest.mark.parametrize("rule", STRICT)
 @pytest.mark.parametrize("talk", HARD)
-def test_a_strict_template_gets_every_text(
-    tiny_tokenizer: Any, rule: str, talk: list[dict[str, Any]]
-) -> None:
+def test_a_strict_template_gets_every_text(tiny_tokenizer: Any, rule: str, talk: list) -> None:
     """What stands together is merged, whether the conversation is rendered whole or continued."""
-    template = (
-        HEAD.replace("%}<|", "%}" + STRICT[rule] + "<|")
-        + "{{ m.content }}"
-        + CALLS
-        + "<|im_end|>\n"
-        + TAIL
-    )
+    template = HEAD.replace("%}<|", "%}" + rule + "<|") + "{{ m.content }}" + CALLS + TAIL
     own = with_template(tiny_tokenizer, template)
-    lenient = with_template(tiny_tokenizer, template.replace(STRICT[rule], ""))
     whole = own.decode(PromptBuilder(own).prompt(Interaction(talk)))
-    as_it_stands = own.decode(PromptBuilder(lenient).prompt(Interaction(talk)))
-    assert as_it_stands == lenient.apply_chat_template(
-        talk, tokenize=False, add_generation_prompt=True
-    )
-    cache, k = InteractionCache(), next(k for k, m in enumerate(talk) if m["role"] == "assistant")
-    cache.enter("a", Interaction(talk[:k]))
-    cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [talk[k]])
+    cache = InteractionCache()
+    cache.enter("a", Interaction(talk[:4]))
+    cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [talk[4]])
     child = PromptBuilder(own).prompt(cache.enter("b", Interaction(talk)))
     assert child[:2] == [1, 2]
-    for rendered, messages in ((whole, talk), (own.decode(child), talk[k + 1 :])):
+    for rendered, messages in ((whole, talk), (own.decode(child), talk[5:])):
         assert [m["content"] for m in messages if m["content"] not in rendered] == []
-    calls = [whole.index(text) for text in ("[g]", "r1", "[f]", "r0") if text in whole]
-    assert calls == sorted(calls) or rule != "one call"
+    if "tool_calls" in talk[4] and "length" in rule:
+        assert re.findall(r"\[.\]|r\d", whole) == ["[f]", "r0", "[g]", "r1"]
 
 
 TRL = importlib.util.find_spec("trl")
@@ -263,9 +230,9 @@ SHIPPED = sorted(Path(TRL.origin).parent.glob("chat_templates/*.jinja")) if TRL 
 
 @pytest.mark.skipif(not SHIPPED, reason="needs the templates of TRL: pip install --no-deps trl")
 @pytest.mark.parametrize("talk", HARD)
-@pytest.mark.parametrize("path", SHIPPED or [None], ids=lambda path: path.stem if path else "none")
+@pytest.mark.parametrize("path", SHIPPED or [None], ids=str)
 def test_templates_in_use_get_every_text_or_refuse(
-    tiny_tokenizer: Any, path: Any, talk: list[dict[str, Any]]
+    tiny_tokenizer: Any, path: Any, talk: list
 ) -> None:
     """What cannot be rendered is known when the template is loaded: it has no tools."""
     own = with_template(tiny_tokenizer, path.read_text())
