@@ -99,7 +99,7 @@ def main(words: list[str]) -> int:
                 continue
             text = tokenizer.decode(found.output_tokens, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
-            print(text, flush=True)
+            print(printable(text), flush=True)
     return 0
 
 

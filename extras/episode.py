@@ -27,6 +27,7 @@ from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
 from calls.messages import with_texts
+from extras import printable
 from extras.failures import describe
 from run.inputs import fetch
 from run.launch import Child, command
@@ -42,7 +43,7 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
         known = len(parent.messages + parent.output_message_list) if parent else 0
         spoken = turn.messages[known:] + turn.output_message_list
         lines = [describe_turn(turn), *(f"{m['role']}: {text_of(m)}" for m in spoken)]
-        branches[turn] = branches.get(parent, root).add(escape("\n".join(lines)))
+        branches[turn] = branches.get(parent, root).add(escape(printable("\n".join(lines))))
     return root
 
 

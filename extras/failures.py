@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from extras import printable
 from run.log import logger
 
 LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
@@ -32,7 +33,7 @@ def place_of(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     """Return an exception's type, text and place on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return text.encode(errors="backslashreplace").decode() + place_of(error)
+    return printable(text) + place_of(error)
 
 
 class Failures(logging.Handler):

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from extras import printable
 from inference.io_struct import ModelRequest
 
 
@@ -54,4 +55,4 @@ class Summary:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         gconfig = run.config.gconfig.new(n_samples=1, greedy=True)
         response = asyncio.run(run.engine.agenerate(ModelRequest(ids, gconfig=gconfig)))
-        return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        return printable(tokenizer.decode(response.output_tokens, skip_special_tokens=True))

@@ -166,6 +166,7 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     for option in COMMANDS.keys() & {*argv}:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
     raise_open_files()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how children end
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
     try:
         config, options = load(argv)

@@ -24,7 +24,7 @@ class TwoTurns:
                 model="default", messages=messages, max_completion_tokens=3, temperature=0.5
             )
             messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-            messages.append({"role": "user", "content": "again [/x]"})
+            messages.append({"role": "user", "content": "again [/x]\x1b[2J"})
         return 1.0
 
 
@@ -50,7 +50,10 @@ def test_the_tree_of_an_episode(tiny_model_dir: Path, tiny_server: str) -> None:
     assert [turn.split(",")[0] for turn in turns] == ["reward 0.50", "reward 1.00"]
     sizes = r"\d+ \+ [1-3] tokens, [1-3] trained at temperature 0.5, chatcmpl-"
     assert all(re.search(sizes, turn) for turn in turns)
-    assert [line for line in lines if line.startswith("user")] == ["user: why?", "user: again [/x]"]
+    assert [line for line in lines if line.startswith("user")] == [
+        "user: why?",
+        r"user: again [/x]\x1b[2J",
+    ]
 
 
 def test_a_message_with_tool_calls() -> None:

@@ -38,6 +38,6 @@ def test_the_first_failure_is_shown_as_it_is(
 
 
 def test_an_exception_in_one_line() -> None:
-    """Type, text and place, without line breaks."""
-    text = describe(raised(ValueError("two\nlines")))
-    assert text.startswith("ValueError: two lines, in raised (test_failures.py:")
+    """Type, text and place, without line breaks and what would steer a terminal."""
+    text = describe(raised(ValueError("two\nlines\x1b[2J")))
+    assert text.startswith(r"ValueError: two lines\x1b[2J, in raised (test_failures.py:")

@@ -1,5 +1,7 @@
 """What a run starts from, and the one line that says what is wrong with it."""
 
+import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,20 +19,29 @@ class Agent:
         return 1.0
 
 
+def generated() -> Iterator[dict[str, str]]:
+    yield {"question": "?"}
+
+
+def quits() -> None:
+    sys.exit("no data today")
+
+
 def inputs_of(config: TrainConfig) -> Inputs:
     find_model(config)
     return load_inputs(config)
 
 
 def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """A JSONL file is a dataset: one sample a line, empty lines aside."""
+    """A JSONL file is a dataset, one sample a line, empty lines aside; so is a generator."""
     data = tmp_path / "mine.jsonl"
     data.write_text('{"question": "?"}\n\n{"question": "!"}\n')
     words = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
+    words += ["valid_dataset.path=test_inputs.generated", "evaluator.interval=1"]
     config, _ = load([*words, "workflow=test_inputs.Agent"])
     inputs = inputs_of(config)
     assert inputs.dataset == [{"question": "?"}, {"question": "!"}]
-    assert inputs.validation == []
+    assert inputs.validation == [{"question": "?"}]
     assert type(inputs.workflow).__name__ == "Agent"
 
 
@@ -38,6 +49,7 @@ def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None
     ("line", "words", "says"),
     [
         ("", [], "the dataset is empty"),
+        ("", ["train_dataset.path=test_inputs.quits"], "SystemExit: no data today"),
         ("{", [], "mine.jsonl: JSONDecodeError"),
         ("\udcff", [], "mine.jsonl: UnicodeDecodeError"),
         ("{}", ["task=tasks.gsm8k"], "mine.jsonl: KeyError: 'question'"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -14,7 +15,7 @@ from conftest import ROOT, rest_of
 from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
 
 from run.config import ConfigError, load
-from run.start import Run, revision
+from run.start import Run, begin, revision
 
 
 @pytest.fixture
@@ -64,6 +65,16 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run])
     (tmp_path / "e").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         claim()
+
+
+def test_a_run_that_was_started_with_sigchld_ignored() -> None:
+    """Some shells and services do so. A run sees the exit codes of its children all the same."""
+    run: Any = lambda *_, **__: subprocess.run([sys.executable, "-c", "exit(3)"])  # noqa: E731
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert begin([], run).returncode == 3  # type: ignore[attr-defined]
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
