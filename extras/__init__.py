@@ -38,9 +38,11 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_config(folder: Path) -> Any:
-    """Return the recorded configuration as nested namespaces. An old run may lack keys."""
-    path = folder / "config.yaml"
-    keys = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    """Return the recorded configuration as nested namespaces. An old run may lack keys, and a
+    damaged file has none."""
+    path, keys = folder / "config.yaml", {}
+    with suppress(yaml.YAMLError):
+        keys = yaml.safe_load(path.read_text(errors="replace") if path.is_file() else "")
     return json.loads(json.dumps(keys or {}), object_hook=lambda group: SimpleNamespace(**group))
 
 

@@ -466,7 +466,7 @@ class Doctor:
     def __init__(self, config: Any) -> None:
         self.config, self.path = config, config.run_dir / "doctor.jsonl"
         # A run that continues does not repeat its findings.
-        self.said = {finding["rule"] for finding in read_records(self.path)}
+        self.said = {finding.get("rule") for finding in read_records(self.path)}
         self.over = threading.Event()
 
     def on_start(self, run: Any) -> None:

@@ -2,10 +2,12 @@
 
 recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed.
 Prompts whose answers were not yet consumed are run again, so no prompt is skipped and none is
-trained on twice. A folder gets this name when it is complete, and then replaces the one before.
-After a restart, metrics.jsonl loses the lines of later steps (run/log.py).
+trained on twice. A folder gets this name when it is complete. The one before is kept, for a disk
+may damage the newest: sums.json has the checksum of every file. After a restart, metrics.jsonl
+loses the lines of later steps (run/log.py).
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -13,25 +15,33 @@ from typing import Any
 
 import torch.distributed as dist
 
+from run.config import ConfigError
 from training.ranks import share
+
+SUMS = "sums.json"
 
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
     """Write the checkpoint of a step that is in metrics.jsonl. All ranks call this."""
     folder = run_dir / "recover"
-    actor.save_state(folder / "partial")
+    new, partial = folder / f"step{step:05d}", folder / "partial"
+    actor.save_state(partial)
     if dist.get_rank() == 0:
-        (folder / "partial" / "rollout.json").write_text(json.dumps(executor.state_dict()))
-        before = [*folder.glob("step*")]
-        (folder / "partial").rename(folder / f"step{step:05d}")
-        for old in before:
+        (partial / "rollout.json").write_text(json.dumps(executor.state_dict()))
+        (partial / SUMS).unlink(missing_ok=True)  # a kill may have left it
+        sums = {path.name: checksum(path) for path in partial.iterdir()}
+        (partial / SUMS).write_text(json.dumps(sums))
+        shutil.rmtree(new, ignore_errors=True)  # it was damaged
+        before = sorted(folder.glob("step*"))
+        partial.rename(new)
+        for old in before[:-1]:
             shutil.rmtree(old)
 
 
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
-    """Restore the newest checkpoint, and return its step, or 0 without one. All ranks call this.
-    The caller pushes the weights."""
-    folder = share(max((run_dir / "recover").glob("step*"), default=None))
+    """Restore the newest whole checkpoint, and return its step, or 0 without any. All ranks call
+    this. The caller pushes the weights. Raises ConfigError if all are damaged."""
+    folder = share(find_whole(run_dir / "recover") if dist.get_rank() == 0 else None)
     if folder is None:
         return 0
     actor.load_state(folder)
@@ -39,3 +49,26 @@ def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
     if executor is not None:
         executor.load_state_dict(json.loads((folder / "rollout.json").read_text()), step)
     return step
+
+
+def find_whole(recover: Path) -> Path | None:
+    """The newest checkpoint whose files are as they were written."""
+    folders = sorted(recover.glob("step*"), reverse=True)
+    for folder in folders:
+        path = folder / SUMS
+        try:
+            for name, written in json.loads(path.read_bytes()).items():
+                path = folder / name
+                if checksum(path) != written:
+                    raise ValueError
+            return folder
+        except (OSError, ValueError):
+            print(f"{path} is missing or damaged, so {folder.name} is not used", flush=True)
+    if folders:
+        raise ConfigError(f"no checkpoint is whole: remove {recover} to train from the first step")
+    return None
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

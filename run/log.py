@@ -7,8 +7,8 @@ Tables, reports, traces and counts of failures are callbacks (extras/).
 
 import json
 import logging
-import os
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -68,11 +68,13 @@ class Log:
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
         self.path.touch()
-        # Remove the steps after the checkpoint.
-        lines = self.path.read_text().splitlines(keepends=True)[: run.step]
-        os.truncate(self.path, sum(map(len, lines)))
-        run.history[:] = map(json.loads, lines)
-        self.start = time.monotonic() - (run.history[-1]["wall_s"] if run.history else 0.0)
+        # Remove the steps after the checkpoint, and lines that are damaged.
+        for line in self.path.read_bytes().splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                if (metrics := json.loads(line))["step"] <= run.step:
+                    run.history.append(metrics)
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in run.history))
+        self.start = time.monotonic() - (run.history or [{}])[-1].get("wall_s", 0.0)
         self.counts = asdict(run.executor.stats)
 
     def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:

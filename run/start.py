@@ -84,8 +84,9 @@ class Run:
         or if it holds steps of other code."""
         if self.config.trial_name == "auto":
             self.config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-        if (self.run_dir / "metrics.jsonl").exists() and self.config.mode == "train":
-            began = (self.run_dir / "config.yaml").read_text().partition("\n")[0]
+        record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
+        if record.is_file() and metrics.exists() and self.config.mode == "train":
+            began = record.read_text(errors="replace").partition("\n")[0]
             if began != f"# revision {revision()}" and not force:
                 raise ConfigError(
                     f"{self.run_dir} was started with other code ({began[2:]}): go back to it, or"

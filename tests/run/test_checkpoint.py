@@ -1,6 +1,7 @@
 """A run that is killed goes on from its last checkpoint: each step once, no prompt skipped, none
 trained twice."""
 
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from runs import SMALL_GUESS, command, finish, metrics_of, signalled
 from safetensors.torch import load_file
 
 from run.checkpoint import load_checkpoint, save_checkpoint
+from run.config import ConfigError
 from training.ranks import join_ranks, leave_ranks
 
 SMALL = [*SMALL_GUESS, "actor.ppo_epochs=1", "recover_interval=1", "train_dataset.batch_size=3"]
@@ -41,6 +43,12 @@ class Part:
         self.state = state["next_id"], version
 
 
+def save(run_dir: Path, step: int) -> None:
+    actor, executor = Part(), Part()
+    actor.state, executor.state = 10 * step, step
+    save_checkpoint(run_dir, step, actor, executor)
+
+
 @pytest.fixture
 def ranks():
     join_ranks()
@@ -49,16 +57,51 @@ def ranks():
 
 
 def test_a_checkpoint_is_everything_that_a_run_goes_on_with(ranks: None, tmp_path: Path) -> None:
-    """Trainer and executor go on where they were. A new checkpoint takes the place of the last."""
+    """Trainer and executor go on where they were. The last two checkpoints are kept."""
     assert load_checkpoint(tmp_path, Part(), Part()) == 0
-    for step in (9, 10):
-        actor, executor = Part(), Part()
-        actor.state, executor.state = 10 * step, step
-        save_checkpoint(tmp_path, step, actor, executor)
-    assert [path.name for path in (tmp_path / "recover").iterdir()] == ["step00010"]
+    for step in (9, 10, 11):
+        save(tmp_path, step)
+    names = sorted(path.name for path in (tmp_path / "recover").iterdir())
+    assert names == ["step00010", "step00011"]
     actor, executor = Part(), Part()
-    assert load_checkpoint(tmp_path, actor, executor) == 10
-    assert (actor.state, executor.state) == (100, (10, 10))
+    assert load_checkpoint(tmp_path, actor, executor) == 11
+    assert (actor.state, executor.state) == (110, (11, 11))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model", "rollout.json", "sums.json"])
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_damaged_checkpoint_means_the_one_before(
+    ranks: None, tmp_path: Path, name: str, damage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line names the file. The run then writes the damaged checkpoint anew. If none is whole,
+    the user decides."""
+    for step in (9, 10):
+        save(tmp_path, step)
+    recover = tmp_path / "recover"
+    damage(recover / "step00010" / name)
+    actor = Part()
+    assert load_checkpoint(tmp_path, actor, Part()) == 9
+    assert actor.state == 90
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.match(rf"{recover}/step00010/\S+ is missing or damaged", line)
+    assert name in line or (name, damage) == ("sums.json", flip)
+    save(tmp_path, 10)
+    assert load_checkpoint(tmp_path, Part(), Part()) == 10
+    for folder in recover.iterdir():
+        damage(folder / name)
+    with pytest.raises(ConfigError, match=f"remove {recover}"):
+        load_checkpoint(tmp_path, Part(), Part())
 
 
 # ---- whole runs
@@ -100,10 +143,16 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
-    """A finished run that is started again has nothing to do."""
+    """Damaged files that are for display, and a damaged checkpoint, stop none of its restarts. A
+    finished run that is started again has nothing to do."""
     words = ("max_steps=6", "rollout.max_head_offpolicyness=2")
+    words += ("callbacks=[extras.doctor.Doctor,extras.report.Report]",)
     for line in ("step 1 ", "starting server-0", "step 3 ", "step 4 "):
         run_until(tmp_path, line, *words)
+        for name in ("metrics.jsonl", "trace.json", "doctor.jsonl"):
+            with (tmp_path / "e/t" / name).open("ab") as file:
+                file.write(b'\xff\n{}\n{"cut')
+    flip(max((tmp_path / "e/t/recover").glob("step*/__0_0.distcp")))
     for _ in range(2):
         said = finish(command(tmp_path, *SMALL, *words)).stdout
         check_lineage(tmp_path, batch=3, eta=2)

@@ -58,6 +58,11 @@ def test_a_run_goes_on_under_its_own_code(tmp_path: Path, claim: Callable[..., R
         claim()
     claim(force=True).record()
     claim()
+    record.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="was started with other code"):
+        claim()
+    record.unlink()
+    claim()  # nothing says which code it was
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run]) -> None:
