@@ -167,6 +167,7 @@ class InteractionCache(dict[str, Interaction]):
     def __init__(self) -> None:
         super().__init__()
         self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
+        self._openings: set[int] = set()  # digests of first messages that no client sends by itself
         self._discounted = False
 
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
@@ -194,6 +195,9 @@ class InteractionCache(dict[str, Interaction]):
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
+        opening = interaction.messages[0]
+        if interaction.tools or interaction.parent or not SIDE.search(opening["content"]):
+            self._openings.add(extend(0, opening))
 
     def discard(self, interaction_id: str) -> None:
         """Remove a call that failed. A finished one stays."""
@@ -209,8 +213,8 @@ class InteractionCache(dict[str, Interaction]):
         """Reward a finished call; None means the latest that is not a side conversation. Raises
         Refusal if there is none."""
         if interaction_id is None:
-            self.mark_side_conversations()
-            found = next((call for call in reversed(self.finished()) if not call.is_side), None)
+            latest = (call for call in reversed(self.values()) if call.complete)
+            found = next((call for call in latest if not self.is_side(call)), None)
         else:
             found = self.get(interaction_id)
         if found is None or not found.complete:
@@ -238,15 +242,15 @@ class InteractionCache(dict[str, Interaction]):
                 turn.reward = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
                 below[turn.parent].append(turn.reward)
 
+    def is_side(self, call: Interaction) -> bool:
+        """Whether a finished call is a side conversation. Only its first message counts: a call
+        with tools or a parent is none, and then no other call that begins like it is one."""
+        return bool(self._openings) and extend(0, call.messages[0]) not in self._openings
+
     def mark_side_conversations(self) -> None:
         """Set `is_side` of every finished call."""
-        finished, parents = self.finished(), {call.parent for call in self.values()}
-        for call in finished:
-            is_bare = not (call.tools or call.parent or call in parents)
-            call.is_side = is_bare and bool(SIDE.search(call.messages[0]["content"]))
-        others = {canonical(call.messages[0]) for call in finished if not call.is_side}
-        for call in finished:
-            call.is_side &= bool(others) and canonical(call.messages[0]) not in others
+        for call in self.finished():
+            call.is_side = self.is_side(call)
 
     # ---- export
 

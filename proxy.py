@@ -32,6 +32,7 @@ server answers. A call during a weight update waits.
 """
 
 import argparse
+import asyncio
 import os
 import secrets
 import sys
@@ -119,8 +120,11 @@ class Proxy:
     async def complete(self, protocol: Protocol, request: Request) -> Response:
         """Answer a call or its retry."""
         session = self.session_of(request)
-        raw = await request.body()
-        session.check_open()
+        body = bytearray()
+        async for chunk in request.stream():  # at its end comes b""
+            session.receive(len(chunk))
+            body += chunk
+        raw = bytes(body)
         key = hash((protocol, raw))
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         turn = session.turns.get(key) if is_retry else None
@@ -193,7 +197,7 @@ class Proxy:
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         rows = session.cache.export_interactions(style)
         del self.sessions[session.session_id]
-        return {"interactions": {name: row.export() for name, row in rows.items()}}
+        return {"interactions": rows}
 
     def set_version(self, body: Json) -> Json:
         """Set the trainer's version. Newer tokens are refused."""
@@ -208,7 +212,8 @@ class Proxy:
 
     async def for_admin(self, method: Callable[[Json], Json], request: Request) -> Response:
         check_key(request, self.admin_key)
-        return reply(method(read_object(await request.body())))
+        made = method(read_object(await request.body()))
+        return await asyncio.to_thread(reply, made)  # an export takes seconds to write
 
     async def for_agent(
         self, method: Callable[[Session, Json], Json], request: Request

@@ -6,7 +6,8 @@
     ended      | takes no calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
-No session expires, because the proxy ends with its trainer.
+No session expires, because the proxy ends with its trainer. A session has a bound, because
+the proxy keeps all of it until its export, which is one reply.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 from cache import InteractionCache
 from calls.messages import Refusal
+
+MAX_CALLS, MAX_BYTES = 2048, 2**26  # of a session; bytes of its calls' bodies
 
 
 class ProxyAddress(NamedTuple):
@@ -32,6 +35,7 @@ class Session:
     sampling: dict[str, Any]  # its defaults for CallParameters
     cache: InteractionCache
     calls: int = 0  # calls sent to the engine
+    size: int = 0  # bytes of all bodies
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
@@ -39,6 +43,14 @@ class Session:
     def check_open(self) -> None:
         if self.ended:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
+
+    def receive(self, size: int) -> None:
+        """Count a part of a call's body. Raises Refusal."""
+        self.check_open()
+        self.size += size
+        if self.size > MAX_BYTES or self.calls >= MAX_CALLS:
+            most = f"{MAX_CALLS} calls with {MAX_BYTES} bytes"
+            raise Refusal(f"session: it takes at most {most}; end it and start a new one", 413)
 
     def end(self) -> None:
         """Refuse new calls, and stop the running ones."""

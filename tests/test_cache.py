@@ -353,6 +353,14 @@ def test_the_order_of_ends_changes_nothing() -> None:
         assert left_out(cache) == ["1"]
 
 
+def test_a_reward_of_the_last_call_looks_at_no_other() -> None:
+    """Otherwise a session of thousands of calls would keep the proxy's loop busy."""
+    cache = cache_of(*agent())
+    cache["0"].messages = None  # type: ignore[assignment]
+    cache.set_last_reward(1.0)
+    assert (cache["0"].reward, cache["1"].reward) == (None, 1.0)
+
+
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_second_agent_of_one_call_is_trained(place: int) -> None:
     """A critic's only call asks for no title."""

@@ -47,7 +47,7 @@ MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("once", X, proxy, "session.turns.get(key) if is_retry else", "session.turns.get(key) or"),
     ("once", X, proxy, "if turn is None or turn.failed:", "if turn is None:"),
     ("once", WX3, proxy, "hash((protocol, raw))", "hash(protocol)"),
-    ("ended", X, proxy, "        session.check_open()\n        key", "        key"),
+    ("ended", X, proxy, "session.receive(len(chunk))", "pass"),
     ("ended", X, calls.sessions, "        if self.ended:\n", "        if False:\n"),
     ("read", X, cache, "rows = self.finished() if", "rows = self.finished()[1:] if"),
     ("read", X, cache, "if interaction.complete]", "if interaction.reward]"),

@@ -17,6 +17,7 @@ from conftest import ROOT
 from harness import ADMIN, HELLO, Harness, reply_message, sdk, tool, with_template
 from runs import begin
 
+import calls.sessions
 from cache import Interaction
 from calls.prompts import PromptBuilder
 from engine import EngineError
@@ -389,6 +390,24 @@ async def test_no_work_after_the_end(start: Start) -> None:
         ("rl/set_reward", {"reward": 1}),
     ):
         assert (await harness.post(f"/{session}/{path}", body)).status_code == 410
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_CALLS", 2), ("MAX_BYTES", 300)])
+async def test_a_session_has_a_bound(
+    start: Start, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    """What exceeds it gets a 413. The session keeps what it has, and other sessions go on."""
+    monkeypatch.setattr(calls.sessions, bound, most)
+    harness = start()
+    sessions = [await harness.start(), await harness.start()]
+    for session in sessions:
+        for _ in range(2):
+            await harness.chat(session, HELLO)
+        long = [{"role": "user", "content": "x" * 300}]
+        path = f"/{session}/v1/chat/completions"
+        assert (await harness.post(path, {"messages": long})).status_code == 413
+        assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1})).status_code == 200
+    assert [len(await harness.export(session)) for session in sessions] == [2, 2]
 
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])

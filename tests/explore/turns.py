@@ -36,6 +36,7 @@ from calls.messages import Refusal
 from calls.replies import PROTOCOLS
 from calls.turn import PROGRESS_SECONDS
 from inference.io_struct import EngineError, ModelRequest, ModelResponse
+from inference.serve import reply
 
 from .loop import StillLoop
 from .search import Broken, Event, PathMachine, State
@@ -243,7 +244,7 @@ class World:
             wanted = {"session_id": self.session.session_id, "discount": DISCOUNT}
             try:
                 answer = self.proxy.export_trajectories(wanted)
-                self.exported = orjson.loads(orjson.dumps(answer["interactions"]))
+                self.exported = orjson.loads(reply(answer).body)["interactions"]
             except RuntimeError as error:
                 self.refused = str(error)
 
