@@ -133,13 +133,13 @@ class Schedule:
         """The line of a call; {} if it has none."""
         return self.calls.get(task_of(call), {}).get(call, {})
 
-    def check(self, batch_size: int) -> int:
+    def check(self, batch_size: int, eta: int) -> int:
         """Return how many steps a replay can repeat.
 
         Raises ValueError for an impossible step, for which a replay would wait for ever.
         """
         steps = [self.steps.get(v, []) for v in range(min(self.version, len(self.steps) + 1))]
-        seen = set[int]()
+        used, seen = {task for step in steps for task in step}, set[int]()
         for version, step in enumerate(steps):
             seen.update(step)
             sound = len(step) == batch_size and len(seen) == batch_size * (version + 1)
@@ -148,6 +148,9 @@ class Schedule:
                 spans = [span for call in calls.values() for span in call["spans"]]
                 sound &= task < len(self.starts)  # tasks start in order
                 sound &= all(0 <= start <= v <= version for v in [version, *(v for v, *_ in spans)])
+            # The gate would admit no more.
+            admitted = sum(self.starts.get(task, 0) <= version for task in used)
+            sound &= admitted <= (eta + version + 1) * batch_size
             if not sound:
                 raise ValueError(f"{self.path} has an impossible step {version + 1}")
         return len(steps)
@@ -218,11 +221,15 @@ def facts() -> Fact:
     return {"code": code_digest(), "torch": importlib.metadata.version("torch"), "ranks": ranks}
 
 
+def bounds(config: Any) -> tuple[int, int]:
+    return config.train_dataset.batch_size, config.rollout.max_head_offpolicyness
+
+
 def check(config: Any, folder: str) -> None:
     """Raise ConfigError if this code cannot repeat the run in `folder` with this configuration."""
     try:
         recorded = Schedule(Path(folder) / FILE).read()
-        steps = recorded.check(config.train_dataset.batch_size)
+        steps = recorded.check(*bounds(config))
     except (OSError, ValueError) as error:
         raise ConfigError(f"no replay: {error}") from error
     if not steps:
@@ -249,8 +256,7 @@ class Replay:
     """
 
     def __init__(self, config: Any, replaying: str = "", until: int | None = None) -> None:
-        self.batch_size = config.train_dataset.batch_size
-        self.replaying, self.until = replaying, until
+        self.config, self.replaying, self.until = config, replaying, until
 
     def hooks(self, run: Any) -> Fact:
         """The engine's hooks, in trainer and proxies: {class: its arguments}."""
@@ -261,7 +267,7 @@ class Replay:
         self.run = run
         if self.replaying:
             self.recorded = Schedule(Path(self.replaying) / FILE).read()
-            steps = self.recorded.check(self.batch_size)
+            steps = self.recorded.check(*bounds(self.config))
             run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return

@@ -42,6 +42,7 @@ MUTANTS = [  # property, bounds, module, code, changed code
     ("falls", TWO, SERVERS, "not sent_after <= v", "not 0 <= v"),
     ("lost", ABORT, ENGINE, 'if response.stop_reason != "abort" or', "if True or"),
     ("lost", ONE, ENGINE, "failures > self.request_retries", "failures >= self.request_retries"),
+    ("lost", ONE, ENGINE, "failures > self.request_retries", "failures > 9"),
     ("lost", ONE, ENGINE, TELLS_THE_PROXY, "pass"),
     ("has", ONE, WEIGHTS, 'f"{meta.version}-incomplete"', "str(meta.version)"),
     ("has", ONE, WEIGHTS, '"weight_version": str(meta.version)', '"weight_version": ""'),

@@ -75,7 +75,7 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
     assert schedule.starts == {0: 0, 1: 0, 2: 0, 3: 1}
     assert schedule.calls[3] == {"3-0.0": again}
     assert schedule.runs == [CODE, CODE]
-    assert schedule.check(1) == 2
+    assert schedule.check(1, 2) == 2
 
 
 def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
@@ -123,6 +123,17 @@ def test_a_tampered_schedule_is_refused(tmp_path: Path, place: int, line: Any, w
     with pytest.raises(ConfigError, match=words) as refused:
         check(load(["train_dataset.batch_size=1"])[0], str(tmp_path))
     assert "\n" not in str(refused.value)
+
+
+def test_a_start_that_the_gate_refuses(tmp_path: Path) -> None:
+    """A replay would wait for it for ever, too."""
+    facts: list[Fact] = [{"start": 0, "version": 0}, {"start": 1, "version": 0}]
+    for v in (0, 1):
+        facts += [{"consume": v, "version": v}, {"pushed": v + 1}]
+    schedule = Schedule(write(tmp_path / FILE, *facts)).read()
+    assert schedule.check(1, eta=1) == 2
+    with pytest.raises(ValueError, match="an impossible step 1"):
+        schedule.check(1, eta=0)
 
 
 # ---- the engine
@@ -229,7 +240,8 @@ def start(
     engine.hooks = Hooks(str(own / FILE), replaying)
     executor = executor or SimpleNamespace(listeners=[])
     parts: Fact = {"rank": 0, "step": step, "last_step": 9, "run_dir": own}
-    config = SimpleNamespace(train_dataset=SimpleNamespace(batch_size=batch_size))
+    words = [f"train_dataset.batch_size={batch_size}", "rollout.max_head_offpolicyness=4"]
+    config, _ = load(words)
     callback = Replay(config, replaying)
     callback.on_start(SimpleNamespace(**parts, engine=engine, executor=executor))
     return callback
