@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,6 @@ def test_a_checkpoint_is_everything_that_a_run_goes_on_with(ranks: None, tmp_pat
     assert (actor.state, executor.state) == (110, (11, 11))
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def flip(path: Path) -> None:
     """Change one bit in the middle."""
     content = bytearray(path.read_bytes())
@@ -80,7 +77,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "rollout.json", "sums.json"])
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+@pytest.mark.parametrize("damage", [partial(os.truncate, length=1), flip, Path.unlink])
 def test_a_damaged_checkpoint_means_the_one_before(
     ranks: None, tmp_path: Path, name: str, damage: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,9 +87,7 @@ def test_a_damaged_checkpoint_means_the_one_before(
         save(tmp_path, step)
     recover = tmp_path / "recover"
     damage(recover / "step00010" / name)
-    actor = Part()
-    assert load_checkpoint(tmp_path, actor, Part()) == 9
-    assert actor.state == 90
+    assert load_checkpoint(tmp_path, Part(), Part()) == 9
     [line] = capsys.readouterr().out.splitlines()
     assert re.match(rf"{recover}/step00010/\S+ is missing or damaged", line)
     assert name in line or (name, damage) == ("sums.json", flip)
