@@ -15,16 +15,14 @@ only in their names. Where a template needs reasoning, it is read from `reasonin
 **Equal messages.** An agent sends the whole history with every call, and a client may write a reply
 differently: null for "", parts for a string, other white space in a call's JSON. So the tree
 compares only what `canonical` returns: role, text, calls (id, name, arguments) and a result's id.
-Other fields (name, cache marks, annotations) do not count. Changed text begins a new conversation,
-except in a system message what matches VOLATILE: some clients send another value with every call.
-The prompt keeps the first one.
+Other fields do not count, and neither does what matches VOLATILE in a system message, because some
+clients change it with every call. Any other changed text begins a new conversation.
 
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
 `item_reference`. `find` looks the id up in the session.
 
 **Parameters** that could change the answer are used or refused; others are ignored. Images, files
-and blocks of unknown types become a placeholder, because the policy reads only text. They are not
-refused, because they stay in the history, so every later call would be refused, too.
+and blocks of unknown types become a placeholder: a refused block would stay in the history.
 """
 
 import contextlib

@@ -6,30 +6,23 @@ If the template permits, no turn is tokenised twice. The prompt of a later turn 
 
 where the tail is what the chat template writes between the parent's answer and the next one:
 
-    parent's prompt    <|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-To get the tail, we render a stub, [user "x", assistant SENTINEL], and the new messages. The tail is
-the text after SENTINEL, without the end mark that the model has sampled already. So only new
-messages are tokenised, and an answer stays as it was sampled, even if the template would strip its
-reasoning or a blank. The whole conversation is then one sequence to train on.
+To get the tail, we render a stub, [user "x", assistant SENTINEL], and the new messages, and take
+the text after SENTINEL. So an answer stays as it was sampled, even if the template would strip its
+reasoning, and the whole conversation is one sequence to train on.
 
-This is right only if the tail depends on nothing but the new messages. `PromptBuilder` renders two
-whole conversations at its start: they must end with their tails. In one of them the new messages
-are results of tools, because some templates write a result into its call, or take its name from
-there. If a tail differs, such prompts are rendered anew. So is the prompt of a turn whose tools
-differ from its parent's. Style concat then begins a new row.
+This is right only if the tail depends on nothing but the new messages. So `PromptBuilder` renders
+two whole conversations at its start, one with results of tools, which some templates write into
+their calls. If they do not end with their tails, such prompts are rendered anew, and so is a turn
+whose tools differ from its parent's. Style concat then begins a new row.
 
-Some templates refuse a valid conversation, or silently drop a message that they do not expect. Then
-`stricter` merges what stands together, such as two system messages. If a text is still missing, the
-call is refused.
+If a template refuses a conversation, or drops a text, `stricter` merges what stands together, such
+as two system messages. If a text is still missing, the call is refused.
 
-A tool's result may contain the text of a control token, such as <|im_end|>, to forge a turn. So
-control tokens count only where the template or an assistant wrote them; elsewhere BREAK parts them,
-and they become ordinary tokens with the same text.
-
-The model may do worse with a history that its template would have shortened.
+A tool's result may contain the text of a control token to forge a turn. So these count only where
+the template or an assistant wrote them; elsewhere BREAK parts them into ordinary tokens.
 """
 
 import contextlib
@@ -116,7 +109,8 @@ class PromptBuilder:
         options = variables | {"tokenize": False, "add_generation_prompt": True}
         messages, refusals = [*self._disarm(messages)], list[Exception]()
         # DeepSeek's templates need arguments as text.
-        for form, change in itertools.product(stricter(messages), (dict, with_texts)):
+        changes: Any = (dict, with_texts)
+        for form, change in itertools.product(stricter(messages), changes):
             try:
                 text = self._tokenizer.apply_chat_template([*map(change, form)], **options)
                 check_texts(messages, text)

@@ -60,10 +60,10 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve until a signal comes or, if asked, the parent ends."""
-    # h11 keeps the body of a client that offers HTTP/2 (Java's); uvicorn on httptools loses it.
     # Clients close idle connections earlier, so no request meets a closing one.
-    seconds = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}
-    config = uvicorn.Config(app, http="h11", log_level="warning", **seconds)
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
+    )
     server = uvicorn.Server(config)
     raise_open_files()
     if exit_with_parent:

@@ -140,8 +140,8 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
     """Damaged files that are for display, and a damaged checkpoint, stop none of its restarts. A
     finished run that is started again has nothing to do."""
-    words = ("max_steps=6", "rollout.max_head_offpolicyness=2")
-    words += ("callbacks=[extras.doctor.Doctor,extras.report.Report]",)
+    words = ["max_steps=6", "rollout.max_head_offpolicyness=2"]
+    words += ["callbacks=[extras.doctor.Doctor,extras.report.Report]"]
     for line in ("step 1 ", "starting server-0", "step 3 ", "step 4 "):
         run_until(tmp_path, line, *words)
         for name in ("metrics.jsonl", "trace.json", "doctor.jsonl"):
