@@ -221,7 +221,7 @@ def test_a_strict_template_gets_every_text(tiny_tokenizer: Any, rule: str, talk:
     for rendered, messages in ((whole, talk), (own.decode(child), talk[5:])):
         assert [m["content"] for m in messages if m["content"] not in rendered] == []
     if "tool_calls" in talk[4] and "length" in rule:
-        assert re.findall(r"\[.\]|r\d", whole) == ["[f]", "r0", "[g]", "r1"]
+        assert re.findall(r"\[.\]|r\d", whole) == ["[g]", "r1", "[f]", "r0"]
 
 
 TRL = importlib.util.find_spec("trl")
