@@ -12,9 +12,9 @@ then answers. A coding agent has only a shell (exec_command in Codex, bash in op
 Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate
 correct conversations. The model's tool calls have the format of Hermes and Qwen: <tool_call>
 {"name": ..., "arguments": ...} </tool_call>. The model copies numbers from the question and from
-the tools' results. A word outside the model's vocabulary becomes the unknown token. The chat
-template renders only the last 12 words of a message, because the instructions of a coding agent
-have thousands of words. The base model already solves the task. The example agents only show that
+the tools' results. A word outside the model's vocabulary becomes the unknown token. The
+tokenizer keeps only the last 12 words of a message, because the instructions of a coding agent have
+thousands of words. The base model already solves the task. The example agents only show that
 training works with the conversations of each framework.
 
     python -m examples.calculator .cache/calculator        # make the model's folder
@@ -24,6 +24,8 @@ import random
 import sys
 from itertools import product
 from pathlib import Path
+
+from tokenizers import Regex, normalizers
 
 from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_atomically
 
@@ -70,9 +72,11 @@ WORDS += [
     "'*'",
     '"',
 ]
+# A word that twelve others follow. Special tokens divide the text before.
+EARLY = r"(?<=\s)(?!<tool>)\S+\s+(?=(?:\S+\s+){12})"
 CHAT_TEMPLATE = (
     "{% if tools %}<system> {% for t in tools %}{{ t['function']['name'] }} {% endfor %}<end> {% endif %}"
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'].split()[-12:] | join(' ') }} "
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} "
     "{% for c in m['tool_calls'] or [] %}<tool_call> {\"name\": \"{{ c['function']['name'] }}\", \"arguments\": "
     "{{ c['function']['arguments'] | tojson | replace(',', ' ,') | replace('}', ' }') }}} </tool_call> {% endfor %}"
     "<end> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -140,6 +144,7 @@ def make_model(path: Path, steps: int = 400) -> Path:
     if not (path / "config.json").is_file():
         tokenizer = make_tokenizer(WORDS)
         tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(EARLY), "")
         model, noise, samples = (
             make_qwen3(tokenizer, layers=2, context=512, seed=1),
             random.Random(1),
