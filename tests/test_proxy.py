@@ -109,20 +109,16 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
-    await harness.chat(
-        session, HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=3, stop="x"
-    )
+    own: Any = {"temperature": 0.5, "top_p": 0.9, "max_completion_tokens": 3, "stop": "x"}
+    await harness.chat(session, HELLO, **own)
     default, asked = (request.gconfig for request in harness.engine.requests)
     assert default.trains_exactly
     assert (default.temperature, default.max_new_tokens, default.seed) == (1.0, 9, None)
     assert default.stop_token_ids == [tiny_tokenizer.eos_token_id]
     assert (asked.temperature, asked.top_p, asked.max_new_tokens) == (0.5, 0.9, 3)
     assert asked.stop == ["x"]
-    exported = (await harness.export(session)).values()
-    assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [
-        True,
-        False,
-    ]
+    rows = [call["tensors"] for call in (await harness.export(session)).values()]
+    assert [any(row["loss_mask"]) for row in rows] == [True, False]
 
 
 async def test_a_session_may_have_default_values_of_its_own(start: Start) -> None:
@@ -137,10 +133,8 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
         await harness.chat(session, HELLO)
         await harness.chat(session, HELLO, temperature=0.5, max_completion_tokens=3)
     used = [request.gconfig for request in harness.engine.requests]
-    assert [(one.temperature, one.max_new_tokens) for one in used] == [
-        *[(0.9, 9), (0.5, 3)],
-        *[(0.0, 5), (0.5, 3)],
-    ]
+    found = [(one.temperature, one.max_new_tokens) for one in used]
+    assert found == [(0.9, 9), (0.5, 3), (0.0, 5), (0.5, 3)]
     body |= {"sampling": {"temprature": 0.0}}
     answer = await harness.post("/rl/start_session", body, headers=ADMIN)
     assert (answer.status_code, "temprature" in answer.text) == (400, True)
@@ -164,19 +158,13 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
     assert len({*(await seeds("7")), *(await seeds("8"))}) == 4
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        {"parallel_tool_calls": False},
-        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-    ],
-)
-async def test_one_call_if_the_agent_wants_one(start: Start, one: Any) -> None:
+async def test_one_call_if_the_agent_wants_one(start: Start) -> None:
     """The agent cannot do two things at once, so it sees only the first call."""
-    call = '<tool_call>{"name": "f"}</tool_call>'
-    harness = start(call * 2)
-    reply = await harness.chat(await harness.start(), HELLO, tools=[tool("f")], **one)
-    assert len(reply["choices"][0]["message"]["tool_calls"]) == 1
+    harness = start(*['<tool_call>{"name": "f"}</tool_call>' * 2] * 2)
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    for one in ({"parallel_tool_calls": False}, {"tool_choice": choice}):
+        reply = await harness.chat(await harness.start(), HELLO, tools=[tool("f")], **one)
+        assert len(reply_message(reply)["tool_calls"]) == 1
 
 
 # ---- replies
@@ -216,7 +204,6 @@ async def test_x_api_key_serves_too(start: Start) -> None:
         (b"[1]", 400),
         (b"", 400),
         (b"\xff", 400),
-        (b'{"messages": []}', 400),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
         (b'{"messages": [{"role": "user", "content": "hi"}], "n": 0}', 400),
@@ -259,10 +246,9 @@ async def test_an_engines_refusal_is_passed_on(
     for path, streams in itertools.product(("chat/completions", "messages"), (False, True)):
         body = {"messages": HELLO, "stream": streams}
         answer = await harness.post(f"/{session}/v1/{path}", body)
-        assert answer.status_code == status
         words = str(error).replace("http://10.0.0.1:30000", "the server")
         said = {"message": words, "type": kind}
-        assert answer.json() == {"type": "error", "error": said}
+        assert (answer.status_code, answer.json()) == (status, {"type": "error", "error": said})
         assert not harness.proxy.find(session).cache
     harness.engine.error = None
     await harness.chat(session, HELLO)
@@ -297,34 +283,18 @@ async def test_without_a_session_no_body_is_read(start: Start, path: str) -> Non
     assert (sent[0]["status"], reads) == (404, [])
 
 
-def nested(levels: int) -> Any:
-    """An empty list inside so many lists."""
-    return [nested(levels - 1)] if levels else []
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"reward": None},
-        {},
-        {"reward": "1.0"},
-        {"reward": [1]},
-        {"reward": 1, "interaction_id": "chatcmpl-unknown"},
-        {"reward": 1, "interaction_id": {"a": 1}},
-        {"reward": nested(900)},
-        {"reward": 1, "interaction_id": nested(900)},
-    ],
-)
-async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
+async def test_a_reward_that_makes_no_sense_is_a_400(start: Start) -> None:
     """The reward is no finite number, or names no interaction."""
+    deep = "[" * 900 + "]" * 900
+    texts = ["{}", *(f'{{"reward": {x}}}' for x in ("null", '"1.0"', "[1]", deep, "NaN", "1e999"))]
+    ids = ('"chatcmpl-unknown"', '{"a": 1}', deep)
+    texts += [f'{{"reward": 1, "interaction_id": {name}}}' for name in ids]
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
-    assert (await harness.post(f"/{session}/rl/set_reward", body)).status_code == 400
-    for text in (b'{"reward": NaN}', b'{"reward": 1e999}', b'{"reward": Infinity}'):
-        assert (
-            await harness.http.post(f"/{session}/rl/set_reward", content=text)
-        ).status_code == 400
+    for text in texts:
+        answer = await harness.http.post(f"/{session}/rl/set_reward", content=text)
+        assert answer.status_code == 400, text
     ended = await harness.post(f"/{session}/rl/end_session")
     assert ended.json() == {"interaction_count": 1, "rewarded_count": 0}
 
@@ -335,10 +305,8 @@ async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Star
     answers = [await harness.post("/set_env"), await harness.http.get("/grant_capacity")]
     assert [answer.status_code for answer in answers] == [404, 405]
     errors = [answer.json()["error"] for answer in answers]
-    assert [error["message"].split(":")[0] for error in errors] == [
-        "POST /set_env",
-        "GET /grant_capacity",
-    ]
+    paths = [error["message"].split(":")[0] for error in errors]
+    assert paths == ["POST /set_env", "GET /grant_capacity"]
     assert {error["type"] for error in errors} == {"invalid_request_error"}
 
 
@@ -385,10 +353,8 @@ async def test_no_work_after_the_end(start: Start) -> None:
     for _ in range(2):
         ended = await harness.post(f"/{session}/rl/end_session")
         assert ended.json() == {"interaction_count": 1, "rewarded_count": 0}
-    for path, body in (
-        ("v1/chat/completions", {"messages": HELLO}),
-        ("rl/set_reward", {"reward": 1}),
-    ):
+    bodies: Any = {"v1/chat/completions": {"messages": HELLO}, "rl/set_reward": {"reward": 1}}
+    for path, body in bodies.items():
         assert (await harness.post(f"/{session}/{path}", body)).status_code == 410
 
 
@@ -467,10 +433,8 @@ def test_a_proxy_that_cannot_start_says_why(
 
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
     """It takes seconds and a gigabyte of address space."""
-    code = (
-        "import sys, proxy; proxy.load_tokenizer(sys.argv[1]).encode('a'); "
-        "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"
-    )
+    code = "import sys, proxy; proxy.load_tokenizer(sys.argv[1]).encode('a')\n"
+    code += "sys.exit(sys.modules.get('torch') is not None)"
     subprocess.run([sys.executable, "-c", code, str(tiny_model_dir)], cwd=ROOT, check=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from harness import HELLO, normal, said, tool
+from harness import HELLO, normal, said, tool, user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,17 +132,11 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
     """A name and the marks of a cache count for nothing."""
-    empty: list[Any] = [
-        {"role": "user", "content": None},
-        {"role": "user", "content": ""},
-        {"role": "user"},
-    ]
-    assert len({*map(canonical, empty)}) == 1
+    assert canonical(user(None)) == canonical(user("")) == canonical({"role": "user"})
     mark = {"type": "text", "cache_control": {"type": "ephemeral"}}
-    split = {"role": "user", "content": [mark | {"text": part} for part in parts]}
-    assert canonical(split) == canonical({"role": "user", "content": "".join(parts)})
-    plain = {"role": "user", "content": text}
-    assert canonical(plain | {"name": "a"}) == canonical(plain)
+    split = user([mark | {"text": part} for part in parts])
+    assert canonical(split) == canonical(user("".join(parts)))
+    assert canonical(user(text) | {"name": "a"}) == canonical(user(text))
 
 
 def test_a_tools_result_is_the_result_of_its_call() -> None:
@@ -183,17 +177,17 @@ def test_plain_is_plain() -> None:
 def test_a_volatile_head_does_not_begin_a_new_conversation() -> None:
     """Claude Code's first block changes with every call; the prompt keeps the first value."""
     head, cache = "x-anthropic-billing-header: cc_version=2.1.9; cch={};", InteractionCache()
-    talks = [
-        ask("messages", messages=turns, system=[{"type": "text", "text": text} for text in blocks])
-        for turns, *blocks in (
-            (HELLO, head.format("36ee5"), "Be terse."),
-            ([*HELLO, said("a"), *HELLO], head.format("0a1b2"), "Be terse."),
-            ([*HELLO, said("a"), *HELLO], head.format("36ee5"), "Be wordy."),
+
+    def enter(name: str, turns: list[Any], *blocks: str) -> Interaction:
+        system = [{"type": "text", "text": text} for text in blocks]
+        return cache.enter(
+            name, Interaction(ask("messages", messages=turns, system=system).messages)
         )
-    ]
-    first = cache.enter("0", Interaction(talks[0].messages))
+
+    first, more = enter("0", HELLO, head.format("36ee5"), "Be terse."), [*HELLO, said("a"), *HELLO]
     cache.finish("0", ModelResponse([1], [2], [-1.0], [0], "stop"), [said("a")])
-    second, other = (cache.enter(str(k), Interaction(talks[k].messages)) for k in (1, 2))
+    second = enter("1", more, head.format("0a1b2"), "Be terse.")
+    other = enter("2", more, head.format("36ee5"), "Be wordy.")
     assert (second.parent, second.messages[0], other.parent) == (first, first.messages[0], None)
 
 
@@ -237,11 +231,7 @@ def test_three_protocols_say_one_conversation() -> None:
         result | {"tool_use_id": "call_2", "content": [two]},
         text | {"text": "And then?", "cache_control": {"type": "ephemeral"}},
     ]
-    blocks = [
-        QUESTION,
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": results},
-    ]
+    blocks = [QUESTION, {"role": "assistant", "content": said}, user(results)]
     assert ask(messages=chat).messages == TALK
     assert ask("responses", input=items, instructions="Be terse.").messages == TALK
     assert ask("messages", messages=blocks, system=[text]).messages == TALK
@@ -275,25 +265,15 @@ def test_what_is_no_text_becomes_one(part: dict[str, Any]) -> None:
     assert texts == [f"Look: {messages.PLACEHOLDER}", messages.PLACEHOLDER]
 
 
+FOUND = {"type": "search_result", "source": "s", "content": [{"type": "text", "text": "21"}]}
+
+
 @pytest.mark.parametrize(
     ("item", "text"),
     [
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "No."),
         ({"role": "assistant", "content": None, "refusal": "No."}, "No."),
-        (
-            {
-                "role": "user",
-                "reasoning": {},
-                "content": [
-                    {
-                        "type": "search_result",
-                        "source": "s",
-                        "content": [{"type": "text", "text": "21"}],
-                    }
-                ],
-            },
-            "21",
-        ),
+        ({"role": "user", "reasoning": {}, "content": [FOUND]}, "21"),
         ({"type": "web_search_call", "id": "ws_1", "status": "completed"}, messages.PLACEHOLDER),
         ({"type": "custom_tool_call", "call_id": "c", "input": "x"}, messages.PLACEHOLDER),
     ],
@@ -526,15 +506,8 @@ def test_a_previous_response_is_put_in() -> None:
         ask("responses", FIND, previous_response_id="resp_cd")
 
 
-REFERENCES: dict[str, dict[str, Any]] = {
-    "msg_ab": {"role": "assistant", "content": "Let me see."},
-    "fc_ab_0": {
-        "type": "function_call",
-        "call_id": "call_ab_0",
-        "name": "f",
-        "arguments": '{"a": 1}',
-    },
-}
+CALLED = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
+REFERENCES: dict[str, Any] = {"msg_ab": said("Let me see."), "fc_ab_0": CALLED}
 
 
 @pytest.mark.parametrize("named", [{*REFERENCES}, *({name} for name in REFERENCES), set()])

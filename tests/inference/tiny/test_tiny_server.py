@@ -91,10 +91,8 @@ def test_a_step_feeds_a_bounded_number_of_tokens(
     tiny = Model(str(tiny_model_dir), slots=12)
     fed = record_feeds(tiny, monkeypatch)
     lengths = (3, 40, 300, 500, 1310, 7, 8, 9, 10, 1)
-    requests = [
-        sequence(str(n), [(3 * j + n) % 250 for j in range(n)], 4, seed=n, temperature=0.8)
-        for n in lengths
-    ]
+    prompts = [[(3 * j + n) % 250 for j in range(n)] for n in lengths]
+    requests = [sequence(str(len(p)), p, 4, seed=len(p), temperature=0.8) for p in prompts]
     run(tiny, *requests)
     for one in requests:
         expected = forward_logprobs(tiny_model_dir, one.tokens, 0.8)[len(one.prompt) :]
@@ -246,11 +244,9 @@ def test_penalties_count_the_output() -> None:
 
 # Random orders of events
 
-EVENTS = st.one_of(
-    st.tuples(st.just("submit"), st.integers(1, 6), st.integers(1, 5)),
-    st.tuples(st.just("abort"), st.integers(0, 12)),
-    st.tuples(st.sampled_from(["pause", "continue", "update", "step", "step"])),
-)
+SUBMIT = st.tuples(st.just("submit"), st.integers(1, 6), st.integers(1, 5))
+OTHER = st.tuples(st.sampled_from(["pause", "continue", "update", "step", "step"]))
+EVENTS = SUBMIT | st.tuples(st.just("abort"), st.integers(0, 12)) | OTHER
 
 
 class Play:
@@ -344,12 +340,8 @@ def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> 
     assert len(play.lengths) == len(play.requests), repr(play.scheduler)
 
 
-TEXT = st.text(
-    st.one_of(
-        st.sampled_from("ab終🎉é"),
-        st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"),
-    )
-)
+ANY = st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd")
+TEXT = st.text(st.sampled_from("ab終🎉é") | ANY)
 
 
 @settings(deadline=None)
@@ -359,14 +351,9 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
 ) -> None:
     """The text ends at the token that completes it, even inside a split character."""
     text = before + stops[0] + after
-    left = iter(tiny_tokenizer.encode(text))
-
-    def whole(_: int) -> tuple[int, int]:
-        return 9999, 1
-
-    model = SimpleNamespace(
-        fit=whole, resize=whole, chunk=99, eos=(), step=lambda *_: only([next(left)])
-    )
+    left, model = iter(tiny_tokenizer.encode(text)), SimpleNamespace(chunk=99, eos=())
+    model.fit = model.resize = lambda longest: (9999, 1)
+    model.step = lambda *_: only([next(left)])
     scheduler = Scheduler(model, "0", tiny_tokenizer.decode)
     one = sequence("a", [1], 5_000, stop=stops)
     scheduler.add(one)
@@ -396,27 +383,13 @@ def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
     RemoteInfEngine([url], key="secret").initialize()
 
 
-BAD: list[dict[str, Any]] = [
-    {},
-    {"input_ids": []},
-    {"input_ids": [1, 259]},
-    {"input_ids": [1, -1]},
-    {"input_ids": [1, True]},
-    {"input_ids": [[1]]},
-    {"input_ids": [1], "stream": True},
-    {"input_ids": [1], "sampling_params": 3},
-]
-BAD_PARAMETERS: list[dict[str, Any]] = [
-    {"temperature": "hot"},
-    {"max_new_tokens": 0},
-    {"max_new_tokens": 2048},
-    {"top_k": 2**31},
-    {"min_p": 0.1},
-    {"stop": [""]},
-    {"json_schema": "{}"},
-    {"n": 2},
-]
-BAD += [{"input_ids": [1], "sampling_params": params} for params in BAD_PARAMETERS]
+NONE: list[Any] = [[], [1, 259], [1, -1], [1, True], [[1]]]  # no ids of this vocabulary
+BAD: list[dict[str, Any]] = [{}, *({"input_ids": ids} for ids in NONE)]
+BAD += [{"input_ids": [1], "stream": True}, {"input_ids": [1], "sampling_params": 3}]
+PARAMETERS: list[tuple[str, Any]] = [("max_new_tokens", 0), ("max_new_tokens", 2048)]
+PARAMETERS += [("temperature", "hot"), ("top_k", 2**31), ("min_p", 0.1), ("stop", [""]), ("n", 2)]
+PARAMETERS += [("json_schema", "{}")]
+BAD += [{"input_ids": [1], "sampling_params": dict([one])} for one in PARAMETERS]
 
 
 def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
