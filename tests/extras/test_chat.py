@@ -11,9 +11,7 @@ from extras import chat
 
 
 @pytest.mark.parametrize("made", ["nothing", "no checkpoint"])
-def test_no_model_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str
-) -> None:
+def test_no_model_is_one_line(tmp_path: Path, capsys, made: str) -> None:
     """Without a run or a checkpoint one line asks for the folder of a run that has some."""
     folder = tmp_path / "run"
     if made == "no checkpoint":

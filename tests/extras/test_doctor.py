@@ -28,9 +28,8 @@ from inference.io_struct import ModelResponse, parse_segment
 from run.config import TrainConfig
 from staleness import RolloutStat
 
-CONFIG = TrainConfig.model_validate(
-    {"gconfig": {"n_samples": 20}, "rollout": {"max_head_offpolicyness": 1}}
-)
+KEYS = {"gconfig": {"n_samples": 20}, "rollout": {"max_head_offpolicyness": 1}}
+CONFIG = TrainConfig.model_validate(KEYS)
 HEALTHY: dict[str, Any] = {"success": 0.5, "reward": 0.5, "reward_std": 0.4, "rows": 120}
 HEALTHY |= {"truncated": 3, "no_signal_share": 0.2, "baseline_bias": 1e-7, "staleness_mean": 0.8}
 HEALTHY |= {"staleness_max": 1.0, "behave_weight_mean": 0.999, "behave_ess": 0.98, "kl": 0.01}
@@ -226,11 +225,7 @@ def test_the_doctors_facts_become_metrics(tmp_path: Path) -> None:
     ],
 )
 def test_a_step_that_never_ends_is_stopped(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str | None,
-    rejected: int,
-    rules: list[str],
+    tmp_path: Path, monkeypatch, where, rejected: int, rules: list[str]
 ) -> None:
     """A blocked loop, or ten rejected batches of eight groups, end a strict run within its step."""
     failed: list[Exception] = []
@@ -246,9 +241,8 @@ def test_a_step_that_never_ends_is_stopped(
 
     doctor.over = SimpleNamespace(wait=wait)  # type: ignore[assignment]
     doctor.watch()
-    assert [str(error).split(". ")[0] for error in failed] == [
-        f"doctor: step 1, {rule}" for rule in rules
-    ]
+    said = [str(error).split(". ")[0] for error in failed]
+    assert said == [f"doctor: step 1, {rule}" for rule in rules]
 
 
 def test_the_doctors_thread_ends_with_the_run(tmp_path: Path) -> None:
@@ -278,9 +272,7 @@ def check_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     return code, (said.out + said.err).splitlines()
 
 
-def test_the_command_checks_a_run_afterwards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys) -> None:
     """It says which rules fired, when, and which side limits the speed. A line that a kill has cut
     does not count, and recorded text does not steer the terminal."""
     lines = lines_of(12, staleness_max=[1.0, 2.0, 3.0], rollout_wait_s=1.6)
@@ -297,9 +289,7 @@ def test_the_command_checks_a_run_afterwards(
 
 
 @pytest.mark.parametrize("text", [None, '{"rew', "a pipe"])
-def test_the_command_refuses_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
-) -> None:
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, text: str | None) -> None:
     """A folder without a step is no run."""
     if text == "a pipe":
         os.mkfifo(tmp_path / "metrics.jsonl")

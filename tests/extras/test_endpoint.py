@@ -29,13 +29,8 @@ def test_statistics_of_an_evaluation() -> None:
     found = evaluate_endpoint(config, inputs)
     low, high = found.pop("eval_success_low"), found.pop("eval_success_high")
     assert (low, high) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson, 1 of 4
-    assert found == {
-        "eval_reward": 0.5,
-        "eval_reward_sem": 0.5,
-        "eval_success": 0.25,
-        "eval_episodes": 4,
-        "eval_rejected": 2,
-    }
+    means = {"eval_reward": 0.5, "eval_reward_sem": 0.5, "eval_success": 0.25}
+    assert found == means | {"eval_episodes": 4, "eval_rejected": 2}
 
 
 @pytest.mark.runs
@@ -43,18 +38,15 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy) -> None:
     """Here the endpoint is a session of a proxy."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
-    started = httpx.post(
-        f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}
-    ).json()
-    url = f"evaluator.base_url={proxy.proxy_addr}/{started['session_id']}/v1"
+    start = f"{proxy.proxy_addr}/rl/start_session"
+    session = httpx.post(start, headers=key, json={"task_id": "t"}).json()["session_id"]
+    url = f"evaluator.base_url={proxy.proxy_addr}/{session}/v1"
     finish(command(tmp_path, "mode=eval", url))
     found = json.loads((tmp_path / "e/t/eval.json").read_text())
     assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
 
 
-def test_an_evaluation_that_nobody_answers_has_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_that_nobody_answers_has_failed(tmp_path: Path, capsys) -> None:
     """The exit code says so, eval.json counts the rejected episodes, and the failure is shown."""
     words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
     with pytest.raises(SystemExit, match=r"^error: no episode of the evaluation has a reward$"):

@@ -20,9 +20,8 @@ class TwoTurns:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=more["http_client"])
         messages: list[Any] = [{"role": "user", "content": data["question"]}]
         for _ in range(2):
-            reply = await client.chat.completions.create(
-                model="default", messages=messages, max_completion_tokens=3, temperature=0.5
-            )
+            own: Any = {"max_completion_tokens": 3, "temperature": 0.5, "messages": messages}
+            reply = await client.chat.completions.create(model="default", **own)
             messages.append(reply.choices[0].message.model_dump(exclude_none=True))
             messages.append({"role": "user", "content": "again [/x]\x1b[2J"})
         return 1.0
@@ -50,10 +49,8 @@ def test_the_tree_of_an_episode(tiny_model_dir: Path, tiny_server: str) -> None:
     assert [turn.split(",")[0] for turn in turns] == ["reward 0.50", "reward 1.00"]
     sizes = r"\d+ \+ [1-3] tokens, [1-3] trained at temperature 0.5, chatcmpl-"
     assert all(re.search(sizes, turn) for turn in turns)
-    assert [line for line in lines if line.startswith("user")] == [
-        "user: why?",
-        r"user: again [/x]\x1b[2J",
-    ]
+    users = [line for line in lines if line.startswith("user")]
+    assert users == ["user: why?", r"user: again [/x]\x1b[2J"]
 
 
 def test_a_message_with_tool_calls() -> None:

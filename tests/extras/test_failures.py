@@ -4,8 +4,6 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from extras.failures import Failures, describe
 
 
@@ -16,9 +14,7 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_the_first_failure_is_shown_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_failure_is_shown_as_it_is(tmp_path: Path, capsys, monkeypatch) -> None:
     """Failures of one type at one place are one kind: the first is printed word for word, with its
     numbers, the others are counted, and one traceback is kept."""
     monkeypatch.setattr(logging.getLogger("pocket_areal"), "propagate", False)

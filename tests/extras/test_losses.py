@@ -61,13 +61,10 @@ def constant_factor(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return w * y.detach().exp().clamp(0.6, 1.6), (y - y.detach()).exp(), out
 
 
+WIDE = {"eps_clip": 0.4, "eps_clip_higher": 0.6, "behave_imp_weight_cap": 2.0}
 CASES: list[Any] = [  # the loss, its row, its keys
     (gspo, whole_answer, {"eps_clip": 0.02, "eps_clip_higher": 0.03}),
-    (
-        cispo,
-        constant_factor,
-        {"eps_clip": 0.4, "eps_clip_higher": 0.6, "behave_imp_weight_cap": 2.0},
-    ),
+    (cispo, constant_factor, WIDE),
 ]
 for clamp, base in ((False, ppo_actor_loss_fn), (True, truncate)):
     with_floor = partial(truncate if clamp else icepop, floor=0.5)

@@ -33,16 +33,12 @@ from run.launch import Child, plan_servers
 from training import logprobs
 from training.actor import FSDPPPOActor
 
-QWEN = {  # Qwen2.5-1.5B, as its config.json on the hub
-    "vocab_size": 151936,
-    "num_hidden_layers": 28,
-    "tie_word_embeddings": True,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-}
+# Qwen2.5-1.5B, as its config.json on the hub
+QWEN = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960}
+QWEN |= {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
+QWEN |= {"tie_word_embeddings": True}
 N = 1_543_714_304  # its parameters
+Plan = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +55,7 @@ def recipe(model: Path | str, *words: str) -> TrainConfig:
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     def print_it(config: TrainConfig, gpus: int, memory: float | None = None) -> str:
         assert print_plan(config, gpus, memory) == 0
         return capsys.readouterr().out
@@ -90,14 +86,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "pad_token_id": 0,
-}
+SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "pad_token_id": 0}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +101,7 @@ SMALL = {
     ],
 )
 def test_memory_of_a_real_step(
-    family: str,
-    vocabulary: int,
-    tied: bool,
-    dtype: str,
-    checkpointing: bool,
-    tokens: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family, vocabulary, tied, dtype, checkpointing, tokens, tmp_path: Path, monkeypatch
 ) -> None:
     """The estimate of a step is 10 % close to the peak of all tensors in a real one."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 1 << 16, "cuda": 1 << 16})
@@ -172,9 +155,7 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
         ([], 0, r"1536 running episodes need 3328 open files.*1024"),
     ],
 )
-def test_what_a_machine_cannot_run(
-    words: list[str], gpus: int, says: str, qwen: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_machine_cannot_run(words, gpus, says, qwen: Path, monkeypatch) -> None:
     """The line names what there is too much of."""
     if not gpus:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
@@ -182,7 +163,7 @@ def test_what_a_machine_cannot_run(
         print_plan(recipe(qwen, *words), gpus, None)
 
 
-def test_a_server_with_more_gpus_than_keys(qwen: Path, plan: Callable[..., str]) -> None:
+def test_a_server_with_more_gpus_than_keys(qwen: Path, plan: Plan) -> None:
     """With 2 key heads on 4 GPUs, two GPUs hold the same head."""
     text = plan(recipe(qwen, "server.tp_size=4"), 8)
     cache = 2 * 2 * 2 * 128 * 28 * 400_000
@@ -210,9 +191,7 @@ THERE = "rollout.server_addrs=['http://10.0.0.5:30000']"
         (0, 1, ["rollout.server_addrs=['http://127.0.0.1:30000']"], ""),
     ],
 )
-def test_what_a_group_for_new_weights_needs(
-    gpus: int, ranks: int, words: list[str], refusal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_group_for_new_weights_needs(gpus, ranks, words, refusal, monkeypatch) -> None:
     """GPUs of its own, because NCCL refuses those that two processes share; the line names `disk`.
     A server on another machine would take a loopback address for itself."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -234,14 +213,7 @@ def test_what_a_group_for_new_weights_needs(
     ],
 )
 def test_the_plan_on_the_page(
-    gpus: int,
-    ranks: int,
-    words: list[str],
-    process: str,
-    gib: str,
-    qwen: Path,
-    plan: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    gpus, ranks, words, process, gib, qwen: Path, plan: Plan, monkeypatch
 ) -> None:
     """docs/gpu.md has the numbers of the GSM8K recipe, which fits into 64 GiB of each GPU."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -279,7 +251,7 @@ def test_too_little_memory_names_what_is_not_done_yet(qwen: Path) -> None:
     assert "actor." not in str(caught.value)
 
 
-def test_advice_of_the_plan(qwen: Path, plan: Callable[..., str]) -> None:
+def test_advice_of_the_plan(qwen: Path, plan: Plan) -> None:
     """It names idle GPUs, and a faster way for new weights."""
     says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
     lines = plan(recipe(qwen), 8).splitlines()
@@ -287,7 +259,7 @@ def test_advice_of_the_plan(qwen: Path, plan: Callable[..., str]) -> None:
     assert any("weight_update.mode=distributed needs no files" in line for line in lines)
 
 
-def test_a_name_is_enough_for_a_plan(plan: Callable[..., str]) -> None:
+def test_a_name_is_enough_for_a_plan(plan: Plan) -> None:
     """If the model is not on this machine, one line says so, and the GiB stay open."""
     text = plan(recipe("nobody/nothing"), 0)
     assert "no config.json of nobody/nothing is on this machine" in text
@@ -295,7 +267,7 @@ def test_a_name_is_enough_for_a_plan(plan: Callable[..., str]) -> None:
 
 
 def test_the_printed_commands_start_servers(
-    tiny_model_dir: Path, plan: Callable[..., str], tmp_path: Path
+    tiny_model_dir: Path, plan: Plan, tmp_path: Path
 ) -> None:
     """A command can be pasted as it stands, and starts what the run would start."""
     text = plan(recipe(tiny_model_dir, "server.backend=tiny", "server.max_total_tokens=4096"), 0)

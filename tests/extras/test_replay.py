@@ -337,9 +337,8 @@ def test_groups_start_and_are_consumed_as_recorded(repeat: Any) -> None:
 
 def test_a_rejected_group_differs(repeat: Any) -> None:
     """The recorded run accepted every group that it consumed."""
-    found = repeat(
-        {"start": 0, "version": 0}, {"consume": 0, "version": 0}, {"pushed": 1}, batch_size=1
-    )
+    facts = {"start": 0, "version": 0}, {"consume": 0, "version": 0}, {"pushed": 1}
+    found = repeat(*facts, batch_size=1)
     with pytest.raises(Differs, match="task 0 of step 1 differs: its group is rejected"):
         found.prepare_batch(loader([{"n": 0}]), workflow=Echo(rejects=(0,)))
 
@@ -357,9 +356,7 @@ def test_the_first_different_step_is_told_with_its_size(tmp_path: Path) -> None:
         compare(tmp_path / "one", run, 3)
 
 
-def test_another_code_or_configuration_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_code_or_configuration_is_refused(tmp_path: Path, monkeypatch) -> None:
     """The message names what differs. A run without a finished step has nothing to repeat."""
     words = ["--config", str(tmp_path / "config.yaml")]
     recorded = load(["train_dataset.batch_size=1", "fileroot=elsewhere"])[0]

@@ -89,11 +89,8 @@ def test_only_a_terminal_gets_a_table(kind: str) -> None:
     """A file and a terminal that cannot overwrite get no control characters; a real one gets its
     cursor back at the end."""
     file = io.StringIO()
-    is_file = kind == "file"
-    terminal = Terminal(
-        file=file, force_terminal=not is_file, _environ={"TERM": kind}, width=80, color_system=None
-    )
-    make_table(terminal).on_end(None)
+    how: Any = {"force_terminal": kind != "file", "_environ": {"TERM": kind}, "width": 80}
+    make_table(Terminal(file=file, color_system=None, **how)).on_end(None)
     if kind == "xterm":
         assert "12 of 64 steps" in file.getvalue()
         assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
@@ -101,9 +98,7 @@ def test_only_a_terminal_gets_a_table(kind: str) -> None:
         assert file.getvalue() == ""
 
 
-def test_texts_are_printed_once_and_do_not_steer_the_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_texts_are_printed_once_and_do_not_steer_the_terminal(capsys) -> None:
     """The first side conversation is named with its key, and a sample is printed every twenty
     steps; the model's control characters are written out."""
     texts = {5: "You write titles.", 6: "\x1b[2J\nred\u202e"}
