@@ -35,11 +35,10 @@ def signalled(command: list[str], line: str, number: signal.Signals) -> list[str
     return [python, unbuffered, "tests/signalled.py", line, str(int(number)), *script]
 
 
-def finish(command: list[str], code: int = 0) -> subprocess.CompletedProcess[str]:
+def finish(command: list[str], code: int = 0, env: Any = None) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with the tests' modules importable, and check its exit code."""
-    done = subprocess.run(
-        command, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=600
-    )
+    options: Any = {"cwd": ROOT, "env": env or WITH_TEST_MODULES, "timeout": 600}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 

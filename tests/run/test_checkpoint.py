@@ -4,14 +4,12 @@ trained twice."""
 import os
 import re
 import signal
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import ROOT
 from runs import SMALL_GUESS, command, finish, metrics_of, signalled
 from safetensors.torch import load_file
 
@@ -105,8 +103,7 @@ def test_a_damaged_checkpoint_means_the_one_before(
 def run_until(folder: Path, line: str, *words: str) -> None:
     """Start a run that kills itself (SIGKILL) when it prints `line`, and wait for its end."""
     dies = signalled(command(folder, *SMALL, *words), line, signal.SIGKILL)
-    done = subprocess.run(dies, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    finish(dies, -signal.SIGKILL)
 
 
 def check_lineage(folder: Path, batch: int, eta: int) -> None:

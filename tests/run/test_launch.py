@@ -16,9 +16,11 @@ from runs import wait_gone
 from run.config import load
 from run.launch import Child, ProcessDied, plan_proxy, plan_servers
 
+Start = Callable[..., Child]
+
 
 @pytest.fixture
-def child_of(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+def child_of(tmp_path: Path) -> Iterator[Start]:
     """A function that starts a child with Python code, which ends with the test."""
     started = list[Child]()
 
@@ -33,9 +35,7 @@ def child_of(tmp_path: Path) -> Iterator[Callable[..., Child]]:
         child.end()
 
 
-def test_a_child_does_not_inherit_torchruns_variables(
-    child_of: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_does_not_inherit_torchruns_variables(child_of: Start, monkeypatch) -> None:
     """A server of several processes would wait for torchrun's store."""
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     words = ["-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
@@ -53,9 +53,7 @@ def test_a_child_does_not_inherit_torchruns_variables(
     assert (seen["LOCAL_SCRATCH"], seen["LOCAL_CHECK"]) == ("/scratch", "0")
 
 
-def test_a_child_reaches_this_machine_without_the_http_proxy(
-    child_of: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_reaches_this_machine_without_the_http_proxy(child_of: Start, monkeypatch) -> None:
     """SGLang sends its first request to itself. Its memory saver refuses expandable segments."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "intern")
@@ -69,7 +67,7 @@ def test_a_child_reaches_this_machine_without_the_http_proxy(
     assert "PYTORCH_CUDA_ALLOC_CONF" not in names
 
 
-def test_a_process_that_ends_early_is_told(child_of: Callable[..., Child]) -> None:
+def test_a_process_that_ends_early_is_told(child_of: Start) -> None:
     """The error has its exit code and its last lines, before and after it was ready."""
     child, deaths = child_of("print('no memory'); raise SystemExit(3)"), Queue[ProcessDied]()
     with pytest.raises(ProcessDied, match="server-0 ended with code 3"):
@@ -78,7 +76,7 @@ def test_a_process_that_ends_early_is_told(child_of: Callable[..., Child]) -> No
     assert "no memory" in str(deaths.get(timeout=30))
 
 
-def test_an_end_ends_also_what_a_child_has_started(child_of: Callable[..., Child]) -> None:
+def test_an_end_ends_also_what_a_child_has_started(child_of: Start) -> None:
     """A server's workers belong to its process group, which is killed as a whole."""
     sleep = "subprocess.Popen(['sleep', '1000']).pid"
     child = child_of(f"import subprocess, time; print({sleep}); time.sleep(99)")
@@ -101,14 +99,7 @@ EIGHT = list("01234567")
         (EIGHT[:4], 1, ["server.count=4"], ["0", "1", "2", "3"], "0.6"),
     ],
 )
-def test_who_gets_which_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: list[str],
-    ranks: int,
-    words: list[str],
-    expected: list[str],
-    memory: str,
-) -> None:
+def test_who_gets_which_gpu(monkeypatch, gpus, ranks, words, expected, memory) -> None:
     """Ranks take the first GPUs and servers the last; where there are too few, they share."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     planned = plan_servers(load(["server.backend=sglang", *words])[0], gpus, "-key")

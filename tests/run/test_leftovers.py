@@ -3,14 +3,12 @@
 import getpass
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from runs import SMALL_GUESS, command
+from runs import SMALL_GUESS, command, finish
 
 
 @pytest.mark.runs
@@ -24,8 +22,7 @@ def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
     python, unbuffered, _, *words = command(tmp_path, *words)
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # torch keeps it
     env = os.environ | {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    whole = [python, unbuffered, "tests/leftovers.py", *words]
-    done = subprocess.run(whole, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = finish([python, unbuffered, "tests/leftovers.py", *words], env=env)
     assert "step 2 " in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     left = json.loads(done.stdout.splitlines()[-1])
     assert left == {"threads": [], "processes": [], "files": []}

@@ -49,14 +49,9 @@ def sglang(model_dir: Path) -> Iterator[str]:
 
 
 def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
-    metrics = run(
-        folder,
-        *STRADDLING_MAZE,
-        *words,
-        f"rollout.server_addrs=[{url}]",
-        f"model_path={model_dir}",
-        f"rollout.max_head_offpolicyness={ETA}",
-    )
+    where = [f"rollout.server_addrs=[{url}]", f"model_path={model_dir}"]
+    where += [f"rollout.max_head_offpolicyness={ETA}"]
+    metrics = run(folder, *STRADDLING_MAZE, *words, *where)
     for step, line in enumerate(metrics, start=1):
         assert (line["step"], line["version"]) == (step, step - 1)
         assert 0 <= line["staleness_max"] <= ETA

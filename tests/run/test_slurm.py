@@ -14,11 +14,10 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, free_port, two_free_ports
-from runs import children
+from runs import children, finish
 
 from run.config import load
 from run.launch import plan_servers
@@ -80,10 +79,7 @@ RECIPE = [
 def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
     """In a job with two nodes, the first node generates and the second node trains. When the
     training ends, the job also ends its inference server."""
-    done = subprocess.run(
-        [str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    finish([str(SCRIPT), *RECIPE], env=cluster)
     lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     serve, train = (tmp_path / "calls").read_text().splitlines()
@@ -147,13 +143,9 @@ def test_servers_of_a_cluster_get_the_options_of_train_py(monkeypatch: pytest.Mo
     [server] = plan_servers(config, ["0", "1"], "")
     text = SCRIPT.read_text().replace("$SLOTS", "256")
     [command] = re.findall(r"SERVE:-python.*", text)
-    for option in (
-        "--enable-fp32-lm-head",
-        "--max-running-requests 256",
-        "--mem-fraction-static 0.85",
-    ):
-        assert option in " ".join(server.command)
-        assert option in command
+    wanted = {"--enable-fp32-lm-head", "--max-running-requests 256", "--mem-fraction-static 0.85"}
+    for words in (" ".join(server.command), command):
+        assert {option for option in wanted if option in words} == wanted
 
 
 @pytest.mark.parametrize(
@@ -167,10 +159,7 @@ def test_a_job_that_cannot_start_ends(
     cluster: dict[str, str], wrong: dict[str, str], code: int, says: str
 ) -> None:
     """The job ends at once, and its last words give the reason."""
-    words: Any = {"cwd": ROOT, "env": cluster | wrong, "capture_output": True, "text": True}
-    done = subprocess.run([str(SCRIPT), *RECIPE], timeout=200, **words)
-    assert done.returncode == code
-    assert says in done.stderr
+    assert says in finish([str(SCRIPT), *RECIPE], code, cluster | wrong).stderr
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:

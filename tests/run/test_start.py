@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import runs
-from conftest import ROOT, rest_of
+from conftest import rest_of
 from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
 
 from run.config import ConfigError, load
@@ -90,13 +90,10 @@ def test_a_run_that_was_started_with_sigchld_ignored() -> None:
         (["task=tasks.gues"], 2, "error: task=tasks.gues: "),
     ],
 )
-def test_help_and_mistakes_need_no_torch(
-    tmp_path: Path, words: list[str], code: int, says: str
-) -> None:
+def test_help_and_mistakes_need_no_torch(tmp_path: Path, words: list, code: int, says: str) -> None:
     """They are said in half a second, not in five."""
-    words = [sys.executable, "-X", "importtime", "train.py", *words, f"fileroot={tmp_path}"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == code
+    python = [sys.executable, "-X", "importtime", "train.py"]
+    done = finish([*python, *words, f"fileroot={tmp_path}"], code)
     said = done.stdout if code == 0 else done.stderr.splitlines()[-1]
     assert said.startswith(says)
     assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
@@ -183,12 +180,8 @@ def test_an_agent_that_never_works_ends_the_run(tmp_path: Path, agent: str, reas
 @pytest.mark.runs
 def test_the_core_runs_without_extras(tmp_path: Path) -> None:
     """The demo trains with extras/ made unimportable."""
-    code = (
-        "import sys, runpy; sys.modules['extras'] = None; sys.argv = sys.argv[1:];"
-        "runpy.run_path('train.py', run_name='__main__')"
-    )
-    _, _, script, *words = command(tmp_path, *SMALL_GUESS, "max_steps=2", "callbacks=[]")
-    whole = [sys.executable, "-c", code, script, *words]
-    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    code = "import sys, runpy; sys.modules['extras'] = None; sys.argv = sys.argv[1:];"
+    code += "runpy.run_path('train.py', run_name='__main__')"
+    _, _, *script = command(tmp_path, *SMALL_GUESS, "max_steps=2", "callbacks=[]")
+    finish([sys.executable, "-c", code, *script])
     assert len((tmp_path / "e/t/metrics.jsonl").read_text().splitlines()) == 2
