@@ -38,14 +38,9 @@ class ScriptedEngine:
 
 def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) -> DataLoader:
     """A dataloader whose batches are lists of samples, shuffled with `seed`."""
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return DataLoader(
-        samples,  # type: ignore[arg-type]
-        batch_size=batch_size,
-        shuffle=seed is not None,
-        generator=generator,
-        collate_fn=list,
-    )
+    order: Any = {"shuffle": seed is not None}
+    order["generator"] = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(samples, batch_size, collate_fn=list, **order)  # type: ignore[arg-type]
 
 
 class Echo(RolloutWorkflow):

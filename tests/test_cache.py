@@ -115,19 +115,11 @@ def play(session: list[Call]) -> InteractionCache:
         parent = interaction.parent
         ids = parent.tokens.input_tokens + parent.tokens.output_tokens if parent else []
         output = [next(fresh) for _ in range(call.sampled)]
-        response = ModelResponse(
-            [*([] if call.drifts else ids), next(fresh)],
-            output,
-            [-float(t) for t in output],
-            [t % 5 for t in output],
-            "stop",
-            0.5 + k,
-        )
-        message = (
-            said(call.answer)
-            if isinstance(call.answer, str)
-            else said("", ("f", {"a": call.answer}))
-        )
+        prompt = [*([] if call.drifts else ids), next(fresh)]
+        logprobs, versions = [-float(t) for t in output], [t % 5 for t in output]
+        response = ModelResponse(prompt, output, logprobs, versions, "stop", 0.5 + k)
+        answer = call.answer
+        message = said(answer) if isinstance(answer, str) else said("", ("f", {"a": answer}))
         cache.finish(str(k), response, [message])
         if call.reward is not None:
             cache.set_reward(str(k), call.reward)
@@ -185,10 +177,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
         lengths = {len(values) for values in row.values() if isinstance(values, list)}
         assert lengths == {len(row["input_ids"])}
         for t, token in enumerate(row["input_ids"]):
-            found = [
-                row[key][t]
-                for key in ("versions", "logprobs", "turn_ids", "turn_rewards", "temperatures")
-            ]
+            keys = ("versions", "logprobs", "turn_ids", "turn_rewards", "temperatures")
+            found = [row[key][t] for key in keys]
             if row["turn_ids"][t] < 0:
                 assert not row["loss_mask"][t]
                 assert found == [-1, 0.0, -1, 0.0, 1.0]

@@ -82,17 +82,9 @@ def make_actor(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         actor.destroy()
 
 
-SHAPE = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
+SHAPE: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}

@@ -89,12 +89,8 @@ def test_a_conversation_is_one_row_under_any_template(
 @pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
     """A template may end a turn with several markers."""
-    template = (
-        HEAD
-        + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n"
-        + TAIL
-    )
-    talk = Talk(with_template(tiny_tokenizer, template))
+    marks = "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n"
+    talk = Talk(with_template(tiny_tokenizer, HEAD + "{{ m.content }}" + marks + TAIL))
     talk.say(user("one"), f"answer{sampled}", ends="")
     prompt = tiny_tokenizer.decode(talk.say(user("two"), "answer"))
     own = sampled if sampled == "<|im_end|>" else ""
@@ -178,10 +174,8 @@ def test_a_text_that_the_template_leaves_out_is_refused(tiny_tokenizer: Any) -> 
     template = HEAD + "{% if m.role != 'tool' %}{{ m.content }}{% endif %}<|im_end|>\n" + TAIL
     result = {"role": "tool", "content": 'a "b"', "tool_call_id": "c"}
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
-    assert (
-        "results of tools are refused (messages: the chat template refuses them: it leaves"
-        in prompts.ways
-    )
+    refused = "results of tools are refused (messages: the chat template refuses them: it leaves"
+    assert refused in prompts.ways
     for question in ("So?", 'a "b"'):
         with pytest.raises(Refusal, match="leaves out 'a \"b\"'"):
             prompts.prompt(Interaction([user(question), said("", F), result]))
@@ -311,14 +305,9 @@ def test_calls_are_given_as_a_template_wants_them(
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
     """Although only the new messages are rendered."""
-    tokenizer = with_template(
-        tiny_tokenizer,
-        HEAD
-        + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>"
-        + TAIL,
-    )
+    offer = "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}"
+    talk = Talk(with_template(tiny_tokenizer, HEAD + offer + "{{ m.content }}<|im_end|>" + TAIL))
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
-    talk = Talk(tokenizer)
     for k in range(2):
         prompt = tiny_tokenizer.decode(talk.say(user(f"q{k}"), "a", tools=tools))
         assert prompt.endswith(json.dumps(tools) + f"q{k}<|im_end|><|im_start|>assistant\n")

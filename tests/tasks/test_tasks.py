@@ -57,19 +57,16 @@ def test_base_model_is_deterministic_and_an_ordinary_one(models: dict, task) -> 
     Making a model does not change the state of the caller's random generator. The Auto classes of
     transformers load it, and the model and the tokenizer have the same end token."""
     state = torch.random.get_rng_state()
-    first, again, other = (
-        AutoModelForCausalLM.from_pretrained(models[task, *key]).state_dict()
-        for key in ((1, 0), (1, 1), (2, 0))
-    )
+    paths = [models[task, *key] for key in ((1, 0), (1, 1), (2, 0))]
+    made = [AutoModelForCausalLM.from_pretrained(path) for path in paths]
+    first, again, other = (model.state_dict() for model in made)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
     base_model.make_qwen3(base_model.make_tokenizer(guess.WORDS), layers=1, context=64, seed=1)
     assert torch.equal(state, torch.random.get_rng_state())
-    path = models[task, 1, 0]
-    config = AutoModelForCausalLM.from_pretrained(path).config
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    config, tokenizer = made[0].config, AutoTokenizer.from_pretrained(paths[0])
     assert (config.vocab_size, config.eos_token_id) == (len(tokenizer), tokenizer.eos_token_id)
-    assert [file.name for file in path.parent.iterdir()] == ["base"]  # no temporary folder is left
+    assert [file.name for file in paths[0].parent.iterdir()] == ["base"]  # nothing temporary
 
 
 def test_processes_may_race(models: dict) -> None:
@@ -335,6 +332,5 @@ def test_maze_summary() -> None:
     assert f"makes {len(walk) - 1} moves and is home" in text
     assert text.count("•") == 2 * (len(walk) - 1) - 1
     assert len([line for line in text.splitlines() if "█" in line]) == 2 * maze.SIDE + 1
-    assert "gives an answer that is no walk from S and is not home" in printed(
-        maze, f"{start} {home}"
-    )
+    through = printed(maze, f"{start} {home}")
+    assert "gives an answer that is no walk from S and is not home" in through
