@@ -112,6 +112,8 @@ class Proxy:
 
     def session_of(self, request: Request) -> Session:
         """Return the session whose id is in the path, or else is the API key."""
+        if "upgrade" in request.headers:  # the server would not read the body
+            raise Refusal("Upgrade: only HTTP/1.1 is spoken here; in Java, Version.HTTP_1_1")
         session_id = request.path_params.get("session_id") or bearer(request)
         return self.find(session_id or request.headers.get("x-api-key"))
 

@@ -266,6 +266,14 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     assert "no tool first" in answer.json()["error"]["message"]
 
 
+async def test_an_offer_of_another_protocol_is_refused(start: Start) -> None:
+    """Java's client offers HTTP/2 by default, and the server then reads no body."""
+    harness = start()
+    offer, path = {"Upgrade": "h2c"}, f"/{await harness.start()}/v1/messages"
+    answer = await harness.post(path, {"messages": []}, headers=offer)
+    assert "only HTTP/1.1" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])
 async def test_without_a_session_no_body_is_read(start: Start, path: str) -> None:
     """A stranger cannot make the proxy work."""
