@@ -11,16 +11,18 @@ is its messages and its output. A new call looks up the digest of every prefix o
 longest prefix found is its parent's conversation: A is the parent of B and C. Messages are compared
 in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
-**Rewards** are computed from the leaves to the roots:
+**Links.** An agent may replace its history by a summary, or have a tool that is an agent. Then a
+message has the whole answer of another conversation. A call `reads` such answers (`_link`).
 
-    R(i) = r(i) + gamma * mean of R(c) over the children c of i        (0 without children)
+**Rewards** are computed from the last call to the first:
+
+    R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 without any)
 
 For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
 
-**Side conversations** are calls that a client makes for itself, such as one for a title. They get
-none of the session's reward and are not trained, unless the agent rewards them by id. Such a call
-has no tools, parent or child; a pattern matches its first message; and the session has other calls,
-which begin with another message.
+**Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
+agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
+or child, a pattern matches its first message, and other calls begin with another message.
 
 **Rows.** Style "individual" makes a row for each turn, and style "concat" a row for each leaf:
 
@@ -29,18 +31,17 @@ which begin with another message.
     versions    -1 -1 -1  3  3 -1 -1  4  4  4
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
-A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. A
-sampled token is trained once, with the final reward of its own turn, even if leaves share it.
-
-If an agent changes earlier messages, its next call does not continue the turns that had them.
+A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. A sampled
+token is trained once, with the final reward of its own turn, even if leaves share it.
 """
 
 import copy
 import functools
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -50,6 +51,7 @@ from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
 LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
+SHORT = 20  # characters; a shorter answer may be part of a message by chance
 SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
     r"|\bnew conversation topic\b|^(quota|warmup)$",
@@ -89,7 +91,8 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     parent: "InteractionWithTokenLogpReward | None" = None
     # set by the cache:
-    turn: int = 0  # number of ancestors
+    turn: int = 0  # number of calls before it in its conversation, or in the one that it reads
+    reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     is_side: bool = False
     digest: int = 0  # of all messages
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
@@ -135,6 +138,7 @@ class InteractionWithTokenLogpReward:
         return {name: getattr(self, name) for name in EXPORTED} | {
             "tensors": self.to_lists(),
             "parent": self.parent and self.parent.interaction_id,
+            "reads": [call.interaction_id for call in self.reads],
             "model_response": vars(self.tokens),
         }
 
@@ -167,19 +171,47 @@ class InteractionCache(dict[str, Interaction]):
     def __init__(self) -> None:
         super().__init__()
         self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
+        self._leaves: dict[Any, str] = {}  # not continued yet -> the answer's text
         self._openings: set[int] = set()  # digests of first messages that no client sends by itself
         self._discounted = False
 
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add a call, and find its parent."""
         parent, interaction.digest = self.find_parent(interaction.messages)
+        shared = parent.conversation if parent else []
+        new = interaction.messages[len(shared) :]
         if parent:  # store every message once
-            shared = parent.conversation
-            interaction.messages = shared + interaction.messages[len(shared) :]
-            interaction.turn = parent.turn + 1
+            interaction.messages = shared + new
         interaction.interaction_id, interaction.parent = interaction_id, parent
+        self._link(interaction, new)
+        before = [parent] if parent else interaction.reads
+        interaction.turn = max((call.turn + 1 for call in before), default=0)
         self[interaction_id] = interaction
         return interaction
+
+    def _link(self, call: Interaction, new: list[Message]) -> None:
+        """Set what `call` reads: what it continues, and answers that are in its new messages and
+        that no call continues. None of these may lead to another.
+
+            ... - [S] summary              user: summary - [N]            N reads S
+            [P] calls a tool - tool: report - [M]                         M reads L
+                 user: task - [K] - ... - [L] report                      K reads P
+        """
+        parent = call.parent
+        call.reads = [parent] if parent else []
+        if looks_like_side(call):
+            return
+        found = [x for x, said in self._leaves.items() if x is not parent and stands(said, new)]
+        if found and parent:
+            results = [message for message in new if message["role"] == "tool"]
+            reports = [x for x in found if stands(self._leaves[x], results)]
+            later = itertools.takewhile(lambda x: x is not parent, reversed(self.values()))
+            for task in ancestors(reports).intersection(later):
+                task.reads = task.reads or [parent]
+        if found:
+            found += call.reads
+            above = ancestors(x for each in found for x in each.reads)
+            call.reads = [x for x in found if x not in above]
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
@@ -195,9 +227,11 @@ class InteractionCache(dict[str, Interaction]):
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
-        opening = interaction.messages[0]
-        if interaction.tools or interaction.parent or not SIDE.search(opening["content"]):
-            self._openings.add(extend(0, opening))
+        self._leaves.pop(interaction.parent, None)
+        if said := "".join(message["content"] for message in output).strip():
+            self._leaves[interaction] = said
+        if not looks_like_side(interaction):
+            self._openings.add(extend(0, interaction.messages[0]))
 
     def discard(self, interaction_id: str) -> None:
         """Remove a call that failed. A finished one stays."""
@@ -226,8 +260,9 @@ class InteractionCache(dict[str, Interaction]):
     def set_last_reward(self, reward: Any) -> None:
         self.set_reward(None, reward)
 
-    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace every reward r(i) by the final R(i). Raises RuntimeError the second time."""
+    def apply_reward_discount(self, turn_discount: float = 1.0, links: bool = True) -> None:
+        """Replace every reward r(i) by the final R(i), along all links or only along continued
+        conversations. Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = finite(turn_discount)
@@ -235,12 +270,13 @@ class InteractionCache(dict[str, Interaction]):
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
         self.mark_side_conversations()
-        below: defaultdict[Any, list[float]] = defaultdict(list)  # parent -> R of its children
-        for turn in reversed(self.finished()):  # children before parents
+        below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
+        for turn in reversed(self.finished()):  # a call began after those that it reads
             if not is_left_out(turn):
-                # R(i) = r(i) + gamma * mean R(children)
+                # R(i) = r(i) + gamma * mean R(c)
                 turn.reward = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
-                below[turn.parent].append(turn.reward)
+                for read in turn.reads if links else [turn.parent]:
+                    below[read].append(turn.reward)
 
     def is_side(self, call: Interaction) -> bool:
         """Whether a finished call is a side conversation. Only its first message counts: a call
@@ -261,6 +297,25 @@ class InteractionCache(dict[str, Interaction]):
         self.mark_side_conversations()
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
+
+
+def looks_like_side(call: Interaction) -> bool:
+    return not (call.tools or call.parent) and bool(SIDE.search(call.messages[0]["content"]))
+
+
+def stands(said: str, messages: list[Message]) -> bool:
+    """Return whether a message has the whole answer; a short one needs lines of its own."""
+    texts = [f"\n{message['content'].strip()}\n" for message in messages]
+    return any(f"\n{said}\n" in text or (len(said) >= SHORT and said in text) for text in texts)
+
+
+def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
+    """Return the calls, and all that they have read."""
+    found, new = set[Interaction](), set(calls)
+    while new:
+        found |= new
+        new = {x for call in new for x in call.reads} - found
+    return found
 
 
 def is_left_out(turn: Interaction) -> bool:

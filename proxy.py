@@ -10,7 +10,8 @@ sends it as its API key. Paths marked (admin) need the admin key:
     GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
-    POST /export_trajectories (admin)           {session_id, discount, style}: return and forget it
+    POST /export_trajectories (admin)           {session_id, discount, style, compaction}: return
+                                                and forget it
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
 How a call becomes a prompt, after the model has answered "hello" with "Hi!":
@@ -196,7 +197,8 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
         check_style(style := body.get("style", "individual"))
-        session.cache.apply_reward_discount(body.get("discount", 1.0))
+        links = body.get("compaction", "link") != "cut"
+        session.cache.apply_reward_discount(body.get("discount", 1.0), links)
         rows = session.cache.export_interactions(style)
         del self.sessions[session.session_id]
         return {"interactions": rows}

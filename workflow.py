@@ -250,7 +250,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     admin_key: str
     mode: str = "inline"  # or subproc
     subproc_max_workers: int = 4
-    discount: float = 1.0  # gamma in R = r + gamma * mean R(children)
+    discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
+    compaction: str = "link"  # or cut
     export_style: str = "individual"  # a row per turn; concat: a row per leaf
     episode_timeout_seconds: float = 3600.0
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
@@ -283,7 +284,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                     await client.set_reward(interaction_id, reward)
             elif rewards is not None:
                 await client.set_last_reward(rewards)
-        interactions = await client.export_interactions(self.discount, self.export_style)
+        options = self.discount, self.export_style, self.compaction
+        interactions = await client.export_interactions(*options)
         # Side conversations have no reward. They come first, so that the last row has the episode's
         # reward.
         side = {key: value for key, value in interactions.items() if value.reward is None}

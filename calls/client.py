@@ -79,15 +79,16 @@ class OpenAIProxyClient:
         await self.set_reward(None, reward)
 
     async def export_interactions(
-        self, discount: float = 1.0, style: str = "individual"
+        self, discount: float = 1.0, style: str = "individual", compaction: str = "link"
     ) -> dict[str, Interaction]:
         """Return the interactions with final rewards. The proxy forgets the session."""
-        wanted = {"session_id": self.session_id, "discount": discount, "style": style}
-        answer = await self._post("/export_trajectories", **wanted)
+        options = {"discount": discount, "style": style, "compaction": compaction}
+        answer = await self._post("/export_trajectories", session_id=self.session_id, **options)
         exported = answer["interactions"]
         rows: dict[str, Interaction] = {key: read_exported(exported[key]) for key in exported}
         for key, row in rows.items():
             row.parent = rows.get(exported[key]["parent"])
+            row.reads = [rows[call] for call in exported[key]["reads"] if call in rows]
         return rows
 
     async def _post(self, path: str, **body: Any) -> dict[str, Any]:

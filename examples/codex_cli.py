@@ -8,6 +8,9 @@ from examples.node_agent import BIN, run_process
 
 
 class Agent:
+    def __init__(self, compact_at=10**9):
+        self.compact_at = compact_at  # tokens, after which Codex replaces its history by a summary
+
     async def run(self, data, **extra_kwargs):
         provider = f'name="policy",base_url="{extra_kwargs["base_url"]}",env_key="POLICY_KEY",wire_api="responses"'
         retries = "request_max_retries=0,stream_max_retries=0"
@@ -27,6 +30,8 @@ class Agent:
                 'model_provider="policy"',
                 "--config",
                 f"model_providers.policy={{{provider},{retries}}}",
+                "--config",
+                f"model_auto_compact_token_limit={self.compact_at}",
             ],
             data["question"],
             POLICY_KEY=extra_kwargs["api_key"],

@@ -35,15 +35,18 @@ from workflow import resolve_workflow
 
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
-    """Draw an episode that was exported in style "individual"."""
-    root = Tree(f"{len(interactions)} turns")
+    """Draw an episode that was exported in style "individual". A conversation that reads an earlier
+    answer stands below it, and reads of several are counted."""
+    links = sum(len(set(turn.reads) - {turn.parent}) for turn in interactions.values())
+    root = Tree(f"{len(interactions)} turns" + f", {links} linked" * bool(links))
     branches: dict[Any, Tree] = {}
     for turn in interactions.values():
         parent = turn.parent
         known = len(parent.messages + parent.output_message_list) if parent else 0
         spoken = turn.messages[known:] + turn.output_message_list
         lines = [describe_turn(turn), *(f"{m['role']}: {text_of(m)}" for m in spoken)]
-        branches[turn] = branches.get(parent, root).add(escape(printable("\n".join(lines))))
+        above = parent or next(iter(turn.reads), None)
+        branches[turn] = branches.get(above, root).add(escape(printable("\n".join(lines))))
     return root
 
 

@@ -75,7 +75,9 @@ class OpenAIConfig(Keys):
     subproc_max_workers: Count = 4
     """processes for agents, with mode=subproc"""
     turn_discount: Share = 1.0
-    """gamma in R = r + gamma * mean R(children)"""
+    """gamma in R = r + gamma * mean R(calls that read its answer)"""
+    compaction: Literal["link", "cut"] = "link"
+    """link: a conversation that begins with an answer passes its reward to it; cut: it does not"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None

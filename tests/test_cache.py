@@ -13,7 +13,7 @@ from harness import said, user
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import Interaction, InteractionCache
+from cache import SHORT, Interaction, InteractionCache, ancestors
 from calls.messages import canonical
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
@@ -74,9 +74,12 @@ def rows_of(cache: InteractionCache, style: str = "concat") -> dict[str, dict[st
 
 @dataclass
 class Call:
-    """A random call. `goes_on_from` picks the earlier call that it continues."""
+    """A random call. `goes_on_from` picks the earlier call that it continues, and `quotes` one
+    whose answer is in its new message."""
 
     goes_on_from: int | None
+    quotes: int | None
+    role: str
     question: str
     answer: str | bool | int  # a text, or the argument of a tool call
     reward: float | None
@@ -89,8 +92,10 @@ calls = st.lists(
     st.builds(
         Call,
         goes_on_from=st.none() | st.integers(0, 6),
+        quotes=st.none() | st.integers(0, 6),
+        role=st.sampled_from(["user", "tool"]),
         question=st.sampled_from("ab"),
-        answer=st.sampled_from(["x", True, 1]),
+        answer=st.sampled_from(["x", "report", True, 1]),
         reward=st.none() | st.integers(-4, 4).map(float),
         drifts=st.integers(0, 5).map(lambda n: n == 0),
         finishes=st.integers(0, 5).map(bool),
@@ -109,7 +114,10 @@ def play(session: list[Call]) -> InteractionCache:
         goes_on = names and call.goes_on_from is not None
         before = cache[names[(call.goes_on_from or 0) % len(names)]] if goes_on else None
         history = before.conversation if before else []
-        interaction = cache.enter(str(k), Interaction([*history, user(call.question)]))
+        text, role = call.question, call.role if before else "user"
+        if names and call.quotes is not None:
+            text += cache[names[call.quotes % len(names)]].output_message_list[0]["content"]
+        interaction = cache.enter(str(k), Interaction([*history, {"role": role, "content": text}]))
         if not call.finishes:
             continue
         parent = interaction.parent
@@ -119,6 +127,8 @@ def play(session: list[Call]) -> InteractionCache:
         logprobs, versions = [-float(t) for t in output], [t % 5 for t in output]
         response = ModelResponse(prompt, output, logprobs, versions, "stop", 0.5 + k)
         answer = call.answer
+        if answer == "report":
+            answer = f"the report of call number {len(names)}"
         message = said(answer) if isinstance(answer, str) else said("", ("f", {"a": answer}))
         cache.finish(str(k), response, [message])
         if call.reward is not None:
@@ -139,29 +149,50 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
             if candidate.complete and child[: len(whole)] == whole and len(whole) >= length:
                 best, length = candidate, len(whole)
         assert cache[name].parent is best
-        assert cache[name].turn == (best.turn + 1 if best else 0)
+        if best or not cache[name].reads:
+            assert cache[name].turn == (best.turn + 1 if best else 0)
 
 
 @given(calls, GAMMAS)
 def test_discounting_is_its_recursive_definition(session: list[Call], gamma: float) -> None:
-    """R(i) = r(i) + gamma * mean R(children), and the roots add up to the weighted own rewards."""
+    """R(i) = r(i) + gamma * mean R(c) over the calls c that read i. The first calls add up to the
+    own rewards, weighted by a walk that is divided evenly and shrinks by gamma."""
     cache = play(session)
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
-    children = {n: [c for c in own if cache[c].parent is cache[n]] for n in own}
+    readers = {n: [c for c in own if cache[n] in cache[c].reads] for n in own}
 
     def final(name: str) -> float:
-        below = [final(child) for child in children[name]]
+        below = [final(reader) for reader in readers[name]]
         return own[name] + gamma * (sum(below) / len(below) if below else 0.0)
 
-    weights = dict.fromkeys(own, 1.0)
-    for name in own:
-        for child in children[name]:
-            weights[child] = gamma * weights[name] / len(children[name])
+    weights = {name: float(not cache[name].reads) for name in own}
+    for name in own:  # in the order of their beginnings
+        for reader in readers[name]:
+            weights[reader] += gamma * weights[name] / len(readers[name])
     expected = {name: final(name) for name in own}
     cache.apply_reward_discount(gamma)
     assert {name: cache[name].reward for name in own} == pytest.approx(expected)
-    roots = sum(cache[name].reward or 0.0 for name in own if cache[name].parent is None)
+    roots = sum(cache[name].reward or 0.0 for name in own if not cache[name].reads)
     assert roots == pytest.approx(sum(weights[name] * own[name] for name in own))
+
+
+@given(calls)
+def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
+    """Links lead back in time. What a call continues is above it, and so is a report that its new
+    message quotes, if no call continues the report. Of what it reads, none is above another."""
+    cache = play(session)
+    place = {call: k for k, call in enumerate(cache.values())}
+    continued = {call.parent for call in cache.values() if call.complete}
+    for k, call in enumerate(cache.values()):
+        above = ancestors([call])
+        assert all(place[read] < k for read in call.reads)
+        assert call.parent is None or call.parent in above
+        new = call.messages[len(call.parent.conversation) if call.parent else 0 :]
+        for answer in list(cache.values())[:k]:
+            said = answer.output_message_list[0]["content"] if answer.complete else ""
+            if answer not in continued and len(said) >= SHORT and said in new[0]["content"]:
+                assert answer in above
+        assert not {*call.reads} & ancestors(x for read in call.reads for x in read.reads)
 
 
 @given(calls)
@@ -226,6 +257,45 @@ def test_what_failed_leaves_no_trace(session: list[Call]) -> None:
         caches[0].discard(name)
     one, other = ([(i.conversation, i.turn) for i in cache.values()] for cache in caches)
     assert one == other
+
+
+# ---- links
+
+REPORT = "a report that is not short"
+ASKS = said("", ("delegate", {"to": "s"}), ("delegate", {"to": "t"}))
+RESULTS = [{"role": "tool", "content": text} for text in (REPORT, "said:\n3")]
+
+
+def final_rewards(cache: InteractionCache, links: bool) -> list[float | None]:
+    """The rewards of all calls if the last one gets 1, with gamma 1/2."""
+    cache.set_last_reward(1)
+    cache.apply_reward_discount(0.5, links)
+    return [call.reward for call in cache.values()]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> None:
+    """Several conversations may, and their mean counts."""
+    first, begun = turn([user("a")], "b"), [user(f"So far: {REPORT}")]
+    summary = turn([*first.conversation, user("sum up")], REPORT)
+    cache = cache_of(first, summary, turn(begun, "c"), turn(begun, "d"))
+    cache.set_reward("2", 1)
+    assert final_rewards(cache, links) == ([0.25, 0.5, 1, 1] if links else [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
+    """Two sub-agents at once get the mean, as branches do. A short report has lines of its own."""
+    calls = turn([user("q")], ASKS), turn([user("s")], REPORT), turn([user("t")], "3")
+    cache = cache_of(*calls, turn([user("q"), ASKS, *RESULTS]))
+    assert final_rewards(cache, links) == ([0.25, 0.5, 0.5, 1] if links else [0.5, 0, 0, 1])
+
+
+def test_what_is_no_report() -> None:
+    """A title reads no answer, and a short answer is not found inside a message."""
+    title = turn([user(f"Write a title for this: {REPORT}")])
+    cache = cache_of(turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")]))
+    assert not any(call.reads for call in cache.values())
 
 
 # ---- parents

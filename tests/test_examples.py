@@ -92,12 +92,16 @@ SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
 def episodes(
-    module: str, proxy_addr: str, samples: Sequence[int] = (0, 1, 2), **options: Any
+    module: str,
+    proxy_addr: str,
+    samples: Sequence[int] = (0, 1, 2),
+    kwargs: Any = None,
+    **options: Any,
 ) -> list[Any]:
     """Run the episodes of some samples concurrently, and return their results."""
     agent = f"examples.{module}.Agent"
     proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
-    workflow = resolve_workflow(agent, proxy=proxy)
+    workflow = resolve_workflow(agent, kwargs, proxy=proxy)
 
     async def episode(k: int) -> Any:
         workflow_context.set(WorkflowContext(task_id=k))
@@ -168,6 +172,18 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
         start, scored = turn.tokens.input_len, forward_logprobs(model_dir, row["input_ids"])
         assert row["logprobs"][start:] == pytest.approx(scored[start:], abs=1e-4)
     assert [continues(turn) for turn in turns[1:]] == [True, module not in TOOLS_CHANGE]
+
+
+@pytest.mark.parametrize("module", [needs("codex_cli")])
+def test_codex_replaces_its_history_by_a_summary(module: str, servers: dict[str, str]) -> None:
+    """A context of 40 tokens is always full. Each new conversation reads the last summary, so that
+    all calls hang together and get the reward of the end."""
+    style = {"export_style": "individual", "discount": 0.9}
+    (exported,) = episodes(module, servers["proxy"], [1], {"compact_at": 40}, **style)
+    first, *others = exported.values()
+    assert (first.reads, [call for call in others if not call.reads]) == ([], [])
+    assert sum(call.parent is None for call in others) >= 1
+    assert all(sum(call.to_lists()["loss_mask"]) == call.tokens.output_len for call in others)
 
 
 @pytest.mark.parametrize("module", [needs(x) for x in ("openai_sdk", "anthropic_sdk")])

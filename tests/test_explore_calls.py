@@ -60,7 +60,7 @@ MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("tree", X, calls.turn, "        self.session.cache.discard(self.id)\n", ""),
     ("tree", X, calls.turn, "task.cancelled() or task.exception()", "task.cancelled()"),
     ("rewards", XZ, cache, "+ gamma * fmean(", "+ fmean("),
-    ("rewards", XZ, cache, "below[turn.parent].append", "below[turn].append"),
+    ("rewards", XZ, cache, "below[read].append", "below[turn].append"),
     ("deadlock", X, proxy, FORGETS, ""),
     ("deadlock", X, calls.sessions, "        self.ended = True\n", ""),
     ("tokens", XZ, cache, '"logprobs": said.', '"logprobs": last.'),
