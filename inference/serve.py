@@ -48,7 +48,8 @@ def raise_open_files() -> None:
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Call `act` in a thread when this process has lost its parent."""
-    parent = os.getppid()
+    # A killed trainer may be gone before its child asks for it.
+    parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -111,6 +111,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
     direct = os.environ.get("NO_PROXY", "") + ",127.0.0.1,localhost"
     return kept | {
         "HF_HUB_OFFLINE": "1",
+        "POCKET_AREAL_PARENT": str(os.getpid()),
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "NO_PROXY": direct,

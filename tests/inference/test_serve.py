@@ -72,6 +72,12 @@ def test_a_server_serves_long_bodies_and_ends_with_its_parent(parent: Any) -> No
             socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
 
+def test_a_server_whose_parent_is_gone_already_ends() -> None:
+    """The parent was killed while its child still imported."""
+    variables = os.environ | {"POCKET_AREAL_PARENT": "0"}
+    subprocess.run([sys.executable, "-c", SERVER], cwd=ROOT, env=variables, timeout=100, check=True)
+
+
 def test_a_command_ends_with_its_parent(parent: Any) -> None:
     """with_parent ends a command that knows nothing of this, such as SGLang."""
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
