@@ -26,6 +26,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from rollout.reward import AsyncRewardWrapper
+
 try:
     import math_verify
 except ImportError:
@@ -113,7 +115,8 @@ class MathAgent:
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)
             text = reply.choices[0].message.content or ""
-            if is_right(text, data["answer"]):
+            # An answer may take math-verify minutes, in which no other episode would go on.
+            if await AsyncRewardWrapper(reward)("", text, [], [], answer=data["answer"]):
                 return self.discount**turn
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": WRONG}]
         return 0.0
