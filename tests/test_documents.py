@@ -624,7 +624,7 @@ async def test_the_listing_of_generation_is_interrupted(
         if not waits:
             running = False
             while not (running or request.done()):
-                running = "running=1," in (await http.get(f"{addr}/model_info")).text
+                running = (await http.get(f"{addr}/model_info")).json()["running"] == 1
             await asyncio.to_thread(engine.pause)
         answer = (await request).json()
         logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]

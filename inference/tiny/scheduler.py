@@ -61,10 +61,6 @@ class Scheduler:
         self.steps = 0
         self.was_piece = False  # whether the last step fed a piece of a long prompt
 
-    def __repr__(self) -> str:
-        queues = f"running={self.n}, waiting={len(self.waiting)}"
-        return f"Scheduler(version={self.version!r}, paused={self.paused}, {queues})"
-
     @property
     def running(self) -> list[Sequence]:
         return self.slots[: self.n]

@@ -144,7 +144,8 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
         return {
             "max_req_input_len": model.context_length,
             "weight_version": scheduler.version,
-            "state": repr(scheduler),
+            "running": scheduler.n,
+            "waiting": len(scheduler.waiting),
             "cpu_seconds": time.process_time(),
         }
 

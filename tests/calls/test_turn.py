@@ -233,10 +233,8 @@ async def test_a_paused_server_holds_requests(start: Start, real_engine: RemoteI
         Connection(real, f"/{session}/{PATH}", {**CHAT, "stream": streams, "max_tokens": 5})
         for streams in (True, False)
     ]
-    while (
-        "waiting=2"
-        not in (await asyncio.to_thread(real_engine.servers.post_all, "/model_info"))[0]["state"]
-    ):
+    post_all = real_engine.servers.post_all
+    while (await asyncio.to_thread(post_all, "/model_info"))[0]["waiting"] != 2:
         pass
     assert not any(call.task.done() for call in calls)
     await asyncio.to_thread(real_engine.resume)
@@ -253,11 +251,11 @@ async def test_a_hang_up_frees_the_server(start: Start, real_engine: RemoteInfEn
     body = {**CHAT, "max_tokens": 1500, "seed": 1}
     call = Connection(real, f"/{session}/{PATH}", body)
     servers = real_engine.servers
-    while "running=1" not in (await asyncio.to_thread(servers.post_all, "/model_info"))[0]["state"]:
+    while (await asyncio.to_thread(servers.post_all, "/model_info"))[0]["running"] != 1:
         pass
     await call.hang_up()
     [info] = await asyncio.to_thread(servers.post_all, "/model_info")
-    assert "running=0" in info["state"]
+    assert info["running"] == 0
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages"])

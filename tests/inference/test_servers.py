@@ -149,7 +149,7 @@ def test_kill_one_of_two_in_the_midst_of_generation(tiny_model_dir: Path) -> Non
 
         thread = threading.Thread(target=lambda: asyncio.run(generate_all()))
         thread.start()
-        while "running=0" in httpx.get(urls[0] + "/model_info", trust_env=False).text:
+        while httpx.get(urls[0] + "/model_info", trust_env=False).json()["running"] == 0:
             assert thread.is_alive()
         started[0][1].kill()
         thread.join(timeout=120)

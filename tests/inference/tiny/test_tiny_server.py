@@ -438,7 +438,7 @@ def test_ctrl_c_ends_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with ThreadPoolExecutor() as pool, server_process(*command, log=log) as (url, process):
         pool.submit(post, url, "/generate", {"input_ids": [1], "sampling_params": long})
-        while "running=1" not in httpx.get(url + "/server_info").json()["state"]:
+        while httpx.get(url + "/server_info").json()["running"] != 1:
             pass
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
