@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx
+import orjson
 
 from inference.io_struct import EngineError
-from inference.wire import PerLoop, make_transport, read_answer
+from inference.wire import PerLoop, make_transport
 
 CALL_TIMEOUT = 60.0  # seconds for a call that generates nothing
 CONNECT_TIMEOUT = 10.0
@@ -60,7 +61,8 @@ class Servers:
     ) -> dict[str, Any]:
         """POST `body`, or GET if it is None, and return the parsed answer.
 
-        Raises EngineError if the answer is an error or takes longer than `timeout` seconds.
+        Raises EngineError if the answer takes longer than `timeout` seconds, or with the server's
+        message if it is an error.
         """
         client, method = await self._client.get(), "GET" if body is None else "POST"
         patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
@@ -69,7 +71,15 @@ class Servers:
         except httpx.HTTPError as error:
             words = f"{type(error).__name__} {error.__cause__ or error}".split()
             raise EngineError(f"{url} gave no answer: {' '.join(words)[:300]}", 503) from error
-        return read_answer(url, response)
+        try:
+            answer = orjson.loads(response.content or b"{}") or {}  # SGLang may answer null
+        except ValueError:
+            answer = None
+        if response.status_code == 200 and isinstance(answer, dict) and answer.get("success", True):
+            return answer
+        said = " ".join(response.text.split())[:500]
+        status = 400 if 400 <= response.status_code < 500 else 503
+        raise EngineError(f"{url} answered {response.status_code}: {said}", status)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.

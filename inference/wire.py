@@ -1,4 +1,4 @@
-"""Send JSON over HTTP, cheaply enough for hundreds of requests at once.
+"""HTTP connections that are cheap enough for hundreds of requests at once.
 
 Every request in flight has its own connection, and idle ones stay open for a moment. httpx sends
 through aiohttp, whose parser is written in C.
@@ -10,27 +10,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import httpx
-import orjson
 from httpx_aiohttp import AiohttpTransport
-
-from inference.io_struct import EngineError
 
 KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
 
 T = TypeVar("T", bound=Any)
-
-
-def read_answer(url: str, response: httpx.Response) -> dict[str, Any]:
-    """Return the parsed body of a good answer. Raises EngineError with the server's message."""
-    try:
-        body = orjson.loads(response.content or b"{}") or {}  # SGLang may answer null
-    except ValueError:
-        body = None
-    if response.status_code == 200 and isinstance(body, dict) and body.get("success", True):
-        return body
-    words = " ".join(response.text.split())[:500]
-    status = 400 if 400 <= response.status_code < 500 else 503
-    raise EngineError(f"{url} answered {response.status_code}: {words}", status)
 
 
 def many_connections(http: Any = httpx) -> dict[str, Any]:
