@@ -27,6 +27,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# Of keys: unknown ones and wrong values are errors, also when set later.
+CHECKED = ConfigDict(
+    extra="forbid",
+    validate_assignment=True,
+    allow_inf_nan=False,
+    coerce_numbers_to_str=True,  # server.args=[--cuda-graph-max-bs,128]
+    use_attribute_docstrings=True,
+)
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_schema"}
 
@@ -43,9 +51,7 @@ class EngineError(RuntimeError):
 class Sampling(BaseModel):
     """The sampling parameters that the engine sends and every server understands."""
 
-    model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = CHECKED
 
     max_new_tokens: int = Field(512, ge=1, lt=2**31)
     """most tokens in an answer"""

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from inference.io_struct import GenerationHyperparameters
+from inference.io_struct import CHECKED, GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
@@ -56,15 +56,9 @@ Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Cl
 
 
 class Keys(BaseModel):
-    """A group of keys. Unknown keys and wrong values are errors, also when set later."""
+    """A group of keys."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        validate_assignment=True,
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # server.args=[--cuda-graph-max-bs,128]
-        use_attribute_docstrings=True,
-    )
+    model_config = CHECKED
 
 
 class OpenAIConfig(Keys):
