@@ -387,13 +387,6 @@ def read_recipe(name: str) -> dict[str, Any]:
         return dict(flatten(yaml.safe_load(path.read_text()) or {}))
 
 
-def read_word(word: str) -> dict[str, Any]:
-    """Read the settings in a word like actor.eps_clip=0.2. Raises ConfigError."""
-    name, _, value = word.partition("=")
-    with one_line(name):
-        return dict(flatten({name: yaml.safe_load(value)}))
-
-
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     """Return the configuration and the options of a command line. --help prints and exits.
 
@@ -416,7 +409,9 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     recipes = options.config or ["demo"]
     words: dict[str, Any] = {}
     for word in options.words:
-        words |= read_word(word)
+        name, _, value = word.partition("=")
+        with one_line(name):
+            words |= flatten({name: yaml.safe_load(value)})
     settings = reduce(or_, map(rename, [*map(read_recipe, recipes), words]))
     try:
         config = TrainConfig.model_validate(nest(settings))
