@@ -25,7 +25,7 @@ Every token carries the version of the weights that computed it, and no sequence
 weights: new weights send the running sequences back to the queue.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -54,7 +54,8 @@ class Scheduler:
         self.version = version
         self.decode = decode  # tokens to text, in which stop strings are searched
         self.paused = False
-        self.queues: dict[str, deque[Sequence]] = {}  # by session, the one served last at the end
+        # by session, the one served last at the end
+        self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
         self.length, slots = model.resize(1)  # tokens of a slot, number of slots
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
@@ -73,22 +74,23 @@ class Scheduler:
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
-            self.queues.setdefault(one.session, deque()).append(one)
+            self.queues[one.session].append(one)
 
     def abort(self, rid: str | None = None) -> None:
         """End the sequences of a request, or all sequences. They keep their tokens."""
         for sequence in (*self.running, *self.waiting):
             if rid in (None, sequence.rid):
                 sequence.end("abort")
-        waiting, self.queues = self.waiting, {}
-        self.add(*(sequence for sequence in waiting if not sequence.finish))
+        waiting = [sequence for sequence in self.waiting if not sequence.finish]
+        self.queues.clear()
+        self.add(*waiting)
         self._release()
 
     def retract(self) -> None:
         """Send the running sequences back to their queues, and forget all keys. The keys are
         computed again when a sequence returns."""
         for one in reversed(self.running):
-            self.queues.setdefault(one.session, deque()).appendleft(one)
+            self.queues[one.session].appendleft(one)
         self.slots = [NOBODY] * len(self.slots)
         self.n = 0
 
@@ -228,7 +230,7 @@ class Scheduler:
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
-        self.queues.setdefault(one.session, deque()).appendleft(one)
+        self.queues[one.session].appendleft(one)
         self.slots[i] = copy(one)
         self.n -= 1
         self._exchange(i, self.n)
