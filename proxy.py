@@ -38,6 +38,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -60,24 +61,21 @@ from inference.io_struct import CallParameters, EngineError, ModelRequest, Model
 from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
 
 
+@dataclass(eq=False)
 class Proxy:
     """The endpoints, in the order in which a session uses them."""
 
-    def __init__(
-        self,
-        engine: Any,  # has `async agenerate(ModelRequest)`
-        tokenizer: Any,
-        admin_key: str,
-        *,
-        seed: int | None = None,  # makes the sampling of a run repeatable
-        sampling: Json | None = None,  # defaults of CallParameters
-        tool_call_parser: str | None = None,
-    ) -> None:
-        self.engine, self.tokenizer, self.admin_key = engine, tokenizer, admin_key
-        self.seed, self.sampling = seed, sampling or {}
+    engine: Any  # has `async agenerate(ModelRequest)`
+    tokenizer: Any
+    admin_key: str
+    seed: int | None = None  # makes the sampling of a run repeatable
+    sampling: Json = field(default_factory=dict)  # defaults of CallParameters
+    tool_call_parser: str | None = None
+
+    def __post_init__(self) -> None:
         CallParameters(**self.sampling)  # raises for an unknown field
-        self.prompts = PromptBuilder(tokenizer)
-        self.parser = find_parser(tool_call_parser)
+        self.prompts = PromptBuilder(self.tokenizer)
+        self.parser = find_parser(self.tool_call_parser)
         self.sessions: dict[str, Session] = {}  # the open and the ended ones
         self.capacity = 0  # unused grants
 
@@ -189,8 +187,8 @@ class Proxy:
         if body.get("discard"):
             self.sessions.pop(session.session_id, None)
         rewards = [interaction.reward for interaction in session.cache.finished()]
-        counts = {"interaction_count": len(rewards)}
-        return counts | {"rewarded_count": len(rewards) - rewards.count(None)}
+        rewarded = len(rewards) - rewards.count(None)
+        return {"interaction_count": len(rewards), "rewarded_count": rewarded}
 
     def export_trajectories(self, body: Json) -> Json:
         session = self.find(get(body, "session_id", str))
@@ -209,8 +207,8 @@ class Proxy:
         return {}
 
     async def health(self, request: Request) -> Response:
-        counts = {"sessions": len(self.sessions), "capacity": self.capacity}
-        return reply({"status": "ok"} | counts)
+        sessions = len(self.sessions)
+        return reply({"status": "ok", "sessions": sessions, "capacity": self.capacity})
 
     # ---- who may call these methods
 
