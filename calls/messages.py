@@ -42,7 +42,6 @@ from inference.io_struct import CallParameters
 Json = dict[str, Any]
 Message = Json
 Find = Callable[[str], Any]  # the session's interaction with this id, or None
-NOTHING: Find = dict[str, Any]().get
 ROLES = ("system", "developer", "user", "assistant")
 PLACEHOLDER = "[something that is no text, so this model cannot read it]"
 UNSUPPORTED = (
@@ -79,7 +78,7 @@ class AgentRequest:
     parallel_tool_calls: bool = True  # whether a reply may have several calls
 
 
-def parse(body: Json, find: Find = NOTHING, history: str = "messages") -> AgentRequest:
+def parse(body: Json, find: Find, history: str = "messages") -> AgentRequest:
     """Read the body of a call, whose conversation is in the field `history`. Raises Refusal."""
     write_json(body, "body")  # refuses a body that is nested too deep
     for name in UNSUPPORTED.split():

@@ -178,7 +178,7 @@ def said(
 
 def normal(message: Any) -> dict[str, Any]:
     """A message of chat completions as the tree keeps it."""
-    (read,) = parse({"messages": [message]}).messages
+    (read,) = parse({"messages": [message]}, lambda _: None).messages
     return read
 
 

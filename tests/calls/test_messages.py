@@ -31,7 +31,7 @@ def canonical(message: Message) -> bytes:
     return messages.canonical(normal(message))
 
 
-def ask(path: str = "chat/completions", find: Any = messages.NOTHING, **body: Any) -> AgentRequest:
+def ask(path: str = "chat/completions", find: Any = {}.get, **body: Any) -> AgentRequest:
     """Read a body, which says hello if it says nothing else."""
     history = PROTOCOLS[path].history
     return PROTOCOLS[path].parse({history: HELLO} | body, find)
@@ -43,7 +43,7 @@ def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Messa
     if path == "messages":
         reply = {"role": "assistant", "content": reply}
     items = reply if path == "responses" else [reply]
-    output = parse({"messages": items}).messages
+    output = parse({"messages": items}, lambda _: None).messages
     return ask(path, **pair["parent"]).messages, output, ask(path, **pair["child"]).messages
 
 

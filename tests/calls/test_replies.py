@@ -122,7 +122,7 @@ def sent_back(name: str, reply: dict[str, Any]) -> Message:
     if name == "chat/completions":
         return normal(reply["choices"][0]["message"])
     if name == "responses":
-        return parse({"messages": reply["output"]}).messages[0]
+        return parse({"messages": reply["output"]}, lambda _: None).messages[0]
     return normal({"role": "assistant", "content": reply["content"]})
 
 
