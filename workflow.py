@@ -47,7 +47,8 @@ from calls.client import OpenAIProxyClient, sdk_http
 from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
-from inference.wire import PerLoop, make_transport, many_connections
+from inference.servers import Servers
+from inference.wire import PerLoop, many_connections
 from rollout.reward import AsyncRewardWrapper, pools
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
 from rollout.workers import run_agent, within
@@ -236,8 +237,8 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# Objects that the episodes of one event loop share.
-_rl_transport = PerLoop(make_transport)
+# What episodes share: the clients of each proxy, and of the agents of an event loop.
+proxy_at = functools.cache(Servers)
 _agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
 
@@ -270,8 +271,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
         context = _context.get()
-        where = await _rl_transport.get(), self.proxy_addr, self.admin_key, context.name
-        client = OpenAIProxyClient(*where, sampling=self.sampling)
+        proxy = proxy_at(self.proxy_addr, self.admin_key)
+        client = OpenAIProxyClient(proxy, context.name, sampling=self.sampling)
         whose = f"agent {type(self.agent).__name__} in task {context.name}"
         seconds = self.episode_timeout_seconds
         words = f"{whose} took longer than {seconds:g} s (rollout.openai.episode_timeout_seconds)"

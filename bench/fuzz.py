@@ -35,10 +35,9 @@ from load import ADMIN, allow_open_files, check, make_byte_model, process, sessi
 from transformers import AutoTokenizer
 
 from calls.client import OpenAIProxyClient
-from inference.fields import Refusal
+from inference.io_struct import EngineError
 from inference.servers import Servers
 from inference.tiny.server import create_app as create_server
-from inference.wire import make_transport
 from proxy import create_app
 
 NO_SCHEDULER: Any = SimpleNamespace(model=SimpleNamespace())  # only the routes are looked at
@@ -378,7 +377,7 @@ class Fuzz:
 
     def __init__(self, seed: int, addresses: dict[str, str], tokenizer: Any) -> None:
         self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
-        self.wire, self.transport, self.honest = Servers(""), make_transport(), 0
+        self.wire, self.proxy, self.honest = Servers(""), Servers(addresses["proxy"], ADMIN), 0
         self.targets = []
         for app in (create_app(None, tokenizer, ""), create_server(NO_SCHEDULER)):
             for route in app.routes:
@@ -426,7 +425,7 @@ class Fuzz:
         requests with these numbers. Start two new sessions for every hundred requests."""
         while batch := list(itertools.islice(numbers, 100)):
             with contextlib.suppress(
-                Refusal
+                EngineError
             ):  # a random request may already have exported the session of `other`
                 async with await self.client() as client, await self.client() as other:
                     for number in batch:
@@ -434,7 +433,7 @@ class Fuzz:
 
     async def client(self) -> OpenAIProxyClient:
         """The client of a new session. Random requests take grants, too, so it sends several."""
-        client = OpenAIProxyClient(self.transport, self.addresses["proxy"], ADMIN, "fuzz")
+        client = OpenAIProxyClient(self.proxy, "fuzz")
         for _ in range(10):
             await client.grant_capacity()
         return client
@@ -446,7 +445,7 @@ class Fuzz:
         while not last:
             last = done.is_set()
             number = 10**6 + self.honest
-            row = await session(self.wire, self.transport, self.addresses["proxy"], number, 3, [])
+            row = await session(self.wire, self.proxy, number, 3, [])
             check(self.tokenizer, *row)
             self.honest += 1
 
@@ -475,7 +474,6 @@ class Fuzz:
             done.set()
         await honest
         assert (after := await self.state()) == before, (before, after)
-        await self.transport.aclose()
 
 
 def main() -> None:

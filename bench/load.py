@@ -51,7 +51,6 @@ from transformers.utils import logging as transformers_logging
 from calls.client import OpenAIProxyClient
 from inference.io_struct import EngineError
 from inference.servers import Servers
-from inference.wire import make_transport
 
 ADMIN, COLUMNS = (
     "admin",
@@ -117,7 +116,7 @@ def usage(pid: int) -> tuple[float, int]:
 
 
 async def session(
-    wire: Servers, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]
+    wire: Servers, proxy: Servers, number: int, turns: int, seconds: list[float]
 ) -> Any:
     """Run one session. Return the session's questions, the replies that the client has read, and
     the exported row.
@@ -125,7 +124,7 @@ async def session(
     The function appends the seconds of each call to `seconds`.
     """
     messages, replies = [], []
-    client = OpenAIProxyClient(transport, proxy, ADMIN, str(number))
+    client = OpenAIProxyClient(proxy, str(number))
     await client.grant_capacity()
     async with client:
         for turn in range(turns):
@@ -141,7 +140,7 @@ async def session(
     return [message["content"] for message in messages[::2]], replies, row
 
 
-async def flood(wire: Servers, transport: Any, proxy: str, calls: int) -> None:
+async def flood(wire: Servers, proxy: Servers, calls: int) -> None:
     """In one session, repeat 128 * `calls` concurrent calls until the task is cancelled."""
 
     async def ask_again_and_again(url: str, number: int) -> None:
@@ -151,7 +150,7 @@ async def flood(wire: Servers, transport: Any, proxy: str, calls: int) -> None:
                 await wire.call(url + "/chat/completions", body, timeout=600)
             await asyncio.sleep(0.1)
 
-    client = OpenAIProxyClient(transport, proxy, ADMIN, "flood")
+    client = OpenAIProxyClient(proxy, "flood")
     await client.grant_capacity()
     async with client:
         await asyncio.gather(
@@ -180,12 +179,11 @@ def worst_logprob(model: Any, row: dict[str, list]) -> float:
 
 
 async def load(
-    args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any
+    args: argparse.Namespace, proxy: Servers, pids: list[int], tokenizer: Any, model: Any
 ) -> Any:
     """Run all sessions. Return the seconds that each call took, the measurements of memory and
     descriptors, and the largest error of a log-probability."""
-    transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
-    wire = Servers("", transport=transport)
+    wire, places = Servers(""), asyncio.Semaphore(args.concurrent)
     calls, seconds, samples, worst, start = (
         args.sessions * args.turns,
         [],
@@ -196,7 +194,7 @@ async def load(
 
     async def one(number: int) -> None:
         async with places:
-            done = await session(wire, transport, proxy, number, args.turns, seconds)
+            done = await session(wire, proxy, number, args.turns, seconds)
         check(tokenizer, *done)
         if number % args.forward == 0:
             worst.append(worst_logprob(model, done[-1]))
@@ -209,12 +207,11 @@ async def load(
             now = round(time.monotonic() - start, 1)
             samples.append([len(seconds), now, proxy_mb, server_mb, proxy_files, server_files])
 
-    flooding = asyncio.create_task(flood(wire, transport, proxy, args.flood))
+    flooding = asyncio.create_task(flood(wire, proxy, args.flood))
     await asyncio.gather(sample(), *map(one, range(args.sessions)))
     assert not flooding.done() or not args.flood, flooding
     flooding.cancel()
     await asyncio.gather(flooding, return_exceptions=True)
-    await transport.aclose()
     return sorted(seconds), samples, max(worst)
 
 
@@ -282,8 +279,9 @@ def main() -> None:
             if args.garbage:
                 garbage, _ = stack.enter_context(process("tests.garbage_server", path))
                 words += ["--server", garbage]
-            proxy, second = stack.enter_context(process("proxy", path, *words, log=log))
-            Servers(proxy, ADMIN).post_all("/set_version", {"version": 0})
+            url, second = stack.enter_context(process("proxy", path, *words, log=log))
+            proxy = Servers(url, ADMIN)
+            proxy.post_all("/set_version", {"version": 0})
             seconds, samples, worst = asyncio.run(
                 load(args, proxy, [second.pid, first.pid], tokenizer, model)
             )

@@ -1,6 +1,6 @@
 """A workflow starts, rewards and exports a session over HTTP.
 
-    client = OpenAIProxyClient(transport, proxy_addr, admin_key, task_id)
+    client = OpenAIProxyClient(Servers(proxy_addr, admin_key), task_id)
     await client.grant_capacity()
     async with client:
         reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
@@ -16,13 +16,11 @@ import contextlib
 import sys
 from typing import Any, Self
 
-import httpx
 import openai
-import orjson
 
 from cache import Interaction, finite, read_exported
-from calls.sessions import ProxyAddress as ProxyAddress
-from inference.fields import Refusal
+from inference.io_struct import EngineError
+from inference.servers import Servers
 
 TIMEOUT = 600.0  # seconds
 
@@ -32,28 +30,18 @@ sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
 
 
 class OpenAIProxyClient:
-    """A client for one session. The caller closes `transport`. `options` are more fields of the
-    request that starts it."""
+    """A client for one session at `proxy`, whose requests raise EngineError. `options` are more
+    fields of the request that starts it."""
 
-    def __init__(
-        self,
-        transport: httpx.AsyncBaseTransport,
-        base_url: str,
-        admin_key: str,
-        task_id: str,
-        **options: Any,
-    ) -> None:
-        self._start = {"task_id": task_id, **options}
-        self._base_url = base_url.rstrip("/")
-        headers = {"Authorization": f"Bearer {admin_key}"}
-        self._http = httpx.AsyncClient(transport=transport, headers=headers, timeout=TIMEOUT)
+    def __init__(self, proxy: Servers, task_id: str, **options: Any) -> None:
+        self._proxy, self._start = proxy, {"task_id": task_id, **options}
         self.session_id = self.api_key = ""
         self.rewarded_count = 0  # interactions with a reward, once the session has ended
 
     @property
     def session_url(self) -> str:
         """The base_url for the agent's SDK."""
-        return f"{self._base_url}/{self.session_id}/v1"
+        return f"{self._proxy.addresses[0]}/{self.session_id}/v1"
 
     async def grant_capacity(self) -> int:
         """Let one more session start."""
@@ -65,13 +53,13 @@ class OpenAIProxyClient:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        with contextlib.suppress(*(httpx.HTTPError, Refusal) if error else ()):
+        with contextlib.suppress(*[EngineError] if error else []):
             path = f"/{self.session_id}/rl/end_session"
             ended = await self._post(path, discard=error is not None)
             self.rewarded_count = ended["rewarded_count"]
 
     async def set_reward(self, interaction_id: str | None, reward: float) -> None:
-        """Reward a call; None means the last one. Raises Refusal."""
+        """Reward a call; None means the last one."""
         path = f"/{self.session_id}/rl/set_reward"
         await self._post(path, interaction_id=interaction_id, reward=finite(reward))
 
@@ -92,7 +80,4 @@ class OpenAIProxyClient:
         return rows
 
     async def _post(self, path: str, **body: Any) -> dict[str, Any]:
-        answer = await self._http.post(self._base_url + path, json=body)
-        if answer.status_code != 200:
-            raise Refusal(f"proxy refused POST {path}: {answer.text}", answer.status_code)
-        return orjson.loads(answer.content)
+        return await self._proxy.call(self._proxy.addresses[0] + path, body, TIMEOUT)

@@ -49,12 +49,9 @@ class Servers:
         self.newest = 0  # no later request may get older tokens
         self.limit = math.inf  # the trainer's version, once this process knows it
         headers = {"authorization": f"Bearer {key}"} if key else {}
-
-        def make() -> httpx.AsyncClient:
-            through = transport or make_transport()
-            return httpx.AsyncClient(transport=through, headers=headers, trust_env=False)
-
-        self._client = PerLoop(make)
+        self._client = PerLoop(
+            lambda: httpx.AsyncClient(transport=transport or make_transport(), headers=headers)
+        )
 
     async def call(
         self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT

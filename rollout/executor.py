@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import workflow as workflows
-from calls.client import ProxyAddress
+from calls.sessions import ProxyAddress
 from inference.io_struct import GenerationHyperparameters
 from rollout import trajectory
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState

@@ -37,10 +37,12 @@ from openai.types.chat import ChatCompletion
 from scripted import loader
 
 from cache import Interaction, InteractionCache, InteractionWithTokenLogpReward
-from calls.client import OpenAIProxyClient, ProxyAddress
+from calls.client import OpenAIProxyClient
+from calls.sessions import ProxyAddress
 from engine import RemoteInfEngine
 from extras.direct import ArealOpenAI
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from inference.servers import Servers
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
 from rollout.dispatcher import DispatchState
@@ -310,7 +312,7 @@ async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode
 async def test_the_listing_of_the_proxy_workflow(proxy: ProxyAddress):
     """AReaL's OpenAIProxyWorkflow runs with this project's OpenAIProxyClient."""
     async with httpx.AsyncClient(trust_env=False) as http:
-        client = OpenAIProxyClient(http._transport, *proxy, "task")
+        client = OpenAIProxyClient(Servers(*proxy), "task")
         names = {"OpenAIProxyClient": lambda _: client, "http_session": http}
         listing: Any = execute("proxy workflow", **names)["OpenAIProxyWorkflow"]
 

@@ -12,7 +12,7 @@ from harness import HELLO, ScriptedEngine
 from calls.client import OpenAIProxyClient
 from engine import EngineError
 from extras.direct import ArealOpenAI
-from inference.fields import Refusal
+from inference.servers import Servers
 from proxy import create_app
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,9 @@ async def http(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def client(app: Any) -> OpenAIProxyClient:
-    client = OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy/", "admin", "task-0")
+    client = OpenAIProxyClient(
+        Servers("http://proxy/", "admin", httpx.ASGITransport(app)), "task-0"
+    )
     assert await client.grant_capacity() == 1
     return client
 
@@ -60,9 +62,8 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
     assert [row.reward for row in rows.values()] == [1.0, 1.0]
     assert rows[second].parent is rows[first]
     assert rows[second].messages[:2] == [*HELLO, {"role": "assistant", "content": "ok"}]
-    with pytest.raises(Refusal) as gone:
+    with pytest.raises(EngineError, match="answered 404"):
         await client.export_interactions()
-    assert gone.value.status == 404
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -86,7 +87,7 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
 
 async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -> None:
     """Although the agent has succeeded."""
-    with pytest.raises(Refusal, match="unknown"):
+    with pytest.raises(EngineError, match="unknown"):
         async with client:
             app.state.proxy.sessions.clear()
 
@@ -94,12 +95,12 @@ async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -
 async def test_a_wrong_reward_is_an_error_of_the_episode(
     http: httpx.AsyncClient, client: OpenAIProxyClient
 ) -> None:
-    """NaN and an unknown interaction raise Refusal, and no reward is stored."""
+    """NaN and an unknown interaction are errors, and no reward is stored."""
     async with client:
         await talk(http, client, 1)
         with pytest.raises(ValueError, match="finite"):
             await client.set_last_reward(float("nan"))
-        with pytest.raises(Refusal, match="chatcmpl-x"):
+        with pytest.raises(EngineError, match="chatcmpl-x"):
             await client.set_reward("chatcmpl-x", 1.0)
     assert client.rewarded_count == 0
 

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from conftest import idle_connections
 from harness import HELLO, Connection, Harness, reply_message, sdk, tool
 
-from calls.client import OpenAIProxyClient, ProxyAddress
+from calls.client import OpenAIProxyClient
+from calls.sessions import ProxyAddress
 from engine import EngineError, RemoteInfEngine
+from inference.servers import Servers
 from workflow import AgentsClient
 
 pytestmark = pytest.mark.anyio
@@ -265,10 +266,9 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
     """Events pass through a proxy process to the agent's client, whose connection is free again
     after them."""
     request: Any = {"model": "m", "messages": HELLO, "max_tokens": 30, "stream": True}
-    transport = httpx.AsyncHTTPTransport()
-    session = OpenAIProxyClient(transport, *proxy, "task")
+    session = OpenAIProxyClient(Servers(*proxy), "task")
     await session.grant_capacity()
-    async with transport, session, AgentsClient() as http:
+    async with session, AgentsClient() as http:
         options: Any = {"api_key": "DUMMY", "http_client": http}
         chat = openai.AsyncOpenAI(base_url=session.session_url, **options)
         url = session.session_url.removesuffix("/v1")

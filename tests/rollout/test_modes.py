@@ -21,7 +21,7 @@ from conftest import ROOT
 from openai import AsyncOpenAI, DefaultAioHttpClient
 from runs import assert_gone
 
-from calls.client import ProxyAddress
+from calls.sessions import ProxyAddress
 from engine import RemoteInfEngine
 from rollout.executor import WorkflowExecutor
 from rollout.workers import WorkerPool, within
