@@ -231,13 +231,11 @@ async def error_reply(request: Request, error: Exception) -> Response:
     return reply(error_body(status, message, getattr(error, "code", "")), status)
 
 
-def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
-    """Return the web application. `options` are those of Proxy."""
-    proxy = Proxy(engine, tokenizer, admin_key, **options)
+def create_app(proxy: Proxy) -> FastAPI:
+    """Return the web application."""
     errors = (ValueError, EngineError, HTTPException, ClientDisconnect)
     handlers: Any = dict.fromkeys(errors, error_reply)
     app = FastAPI(openapi_url=None, exception_handlers=handlers)
-    app.state.proxy = proxy
     routes: Any = {name: partial(proxy.complete, PROTOCOLS[name]) for name in PROTOCOLS}
     routes |= {
         "rl/set_reward": partial(proxy.for_agent, proxy.set_reward),
@@ -284,9 +282,8 @@ def main(argv: list[str] | None = None) -> int:
             hooks = args.hooks and import_name(args.hooks)(**args.hooks_args)
             engine = RemoteInfEngine(args.server, key=args.server_key, hooks=hooks)
             engine.initialize()
-            if engine.context_length:
-                args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
-            app = create_app(
+            args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
+            proxy = Proxy(
                 engine,
                 tokenizer,
                 args.admin_key,
@@ -295,8 +292,8 @@ def main(argv: list[str] | None = None) -> int:
                 tool_call_parser=args.tool_call_parser,
             )
             print(f"proxy at http://{args.host}:{listener.getsockname()[1]}", flush=True)
-            print("chat template:", app.state.proxy.prompts.ways, flush=True)
-            serve(app, listener, args.exit_with_parent)
+            print("chat template:", proxy.prompts.ways, flush=True)
+            serve(create_app(proxy), listener, args.exit_with_parent)
     except (OSError, ValueError, ImportError, AttributeError, TypeError, EngineError) as error:
         print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
         return 2

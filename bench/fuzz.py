@@ -38,7 +38,7 @@ from calls.client import OpenAIProxyClient
 from inference.io_struct import EngineError
 from inference.servers import Servers
 from inference.tiny.server import create_app as create_server
-from proxy import create_app
+from proxy import Proxy, create_app
 
 NO_SCHEDULER: Any = SimpleNamespace(model=SimpleNamespace())  # only the routes are looked at
 KEY, SECONDS, WORKERS = "key", 60, 24
@@ -379,7 +379,7 @@ class Fuzz:
         self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
         self.wire, self.proxy, self.honest = Servers(""), Servers(addresses["proxy"], ADMIN), 0
         self.targets = []
-        for app in (create_app(None, tokenizer, ""), create_server(NO_SCHEDULER)):
+        for app in (create_app(Proxy(None, tokenizer, "")), create_server(NO_SCHEDULER)):
             for route in app.routes:
                 method, name = min(route.methods - {"HEAD"}), route.path[1:]
                 if isinstance(route, APIRoute):  # of the server, four times: it gets more requests

@@ -85,7 +85,7 @@ def serve_proxy(port: int) -> None:
 
     from inference.io_struct import ModelRequest, ModelResponse
     from inference.serve import listen, serve
-    from proxy import create_app
+    from proxy import Proxy, create_app
 
     tokenizer = make_tokenizer()
     words = tokenizer.encode(
@@ -98,7 +98,7 @@ def serve_proxy(port: int) -> None:
             n = len(output)
             return ModelResponse(request.input_ids, list(output), [-0.5] * n, [0] * n)
 
-    app = create_app(AtOnce(), tokenizer, "admin")
+    app = create_app(Proxy(AtOnce(), tokenizer, "admin"))
 
     async def empty(request: Request) -> Response:
         await request.body()

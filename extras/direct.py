@@ -17,21 +17,21 @@ import openai
 
 from cache import Interaction
 from calls.client import sdk_http
-from proxy import create_app
+from proxy import Proxy, create_app
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """`engine` has `async agenerate(ModelRequest)`; `options` are those of `create_app`. The client
+    """`engine` has `async agenerate(ModelRequest)`; `options` are those of Proxy. The client
     also has the cache's methods for rewards and export."""
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
-        app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
-        session = app.state.proxy.start(task_id)
+        proxy = Proxy(engine, tokenizer, secrets.token_urlsafe(), **options)
+        session = proxy.start(task_id)
         self.cache = cache = session.cache
         self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward
         self.apply_reward_discount = cache.apply_reward_discount
         self.export_interactions = cache.export_interactions
-        transport = sdk_http.ASGITransport(app)
+        transport = sdk_http.ASGITransport(create_app(proxy))
         super().__init__(
             base_url=f"http://in-process/{session.session_id}/v1",
             api_key=session.session_id,

@@ -65,13 +65,10 @@ class Harness:
 
     def __init__(self, tokenizer: Any, *texts: str, engine: Any = None, **options: Any) -> None:
         self.engine = engine or ScriptedEngine(tokenizer, *texts)
-        self.app = create_app(self.engine, tokenizer, "admin", **options)
+        self.proxy = Proxy(self.engine, tokenizer, "admin", **options)
+        self.app = create_app(self.proxy)
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://proxy")
-
-    @property
-    def proxy(self) -> Proxy:
-        return self.app.state.proxy
 
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         return await self.http.post(path, json={} if body is None else body, **kwargs)

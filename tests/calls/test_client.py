@@ -13,27 +13,27 @@ from calls.client import OpenAIProxyClient
 from engine import EngineError
 from extras.direct import ArealOpenAI
 from inference.servers import Servers
-from proxy import create_app
+from proxy import Proxy, create_app
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def app(tiny_tokenizer: Any) -> Any:
+def proxy(tiny_tokenizer: Any) -> Proxy:
     """Its engine answers "ok" to everything."""
-    return create_app(ScriptedEngine(tiny_tokenizer), tiny_tokenizer, "admin")
+    return Proxy(ScriptedEngine(tiny_tokenizer), tiny_tokenizer, "admin")
 
 
 @pytest.fixture
-async def http(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+async def http(proxy: Proxy) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(proxy))) as client:
         yield client
 
 
 @pytest.fixture
-async def client(app: Any) -> OpenAIProxyClient:
+async def client(proxy: Proxy) -> OpenAIProxyClient:
     client = OpenAIProxyClient(
-        Servers("http://proxy/", "admin", httpx.ASGITransport(app)), "task-0"
+        Servers("http://proxy/", "admin", httpx.ASGITransport(create_app(proxy))), "task-0"
     )
     assert await client.grant_capacity() == 1
     return client
@@ -68,28 +68,26 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_an_agent_that_raises_leaves_nothing_behind(
-    http: httpx.AsyncClient, client: OpenAIProxyClient, app: Any, is_lost: bool
+    http: httpx.AsyncClient, client: OpenAIProxyClient, proxy: Proxy, is_lost: bool
 ) -> None:
     """The caller gets the agent's error, even if the proxy cannot end the session."""
-    sessions = app.state.proxy.sessions
-
     async def episode() -> None:
         async with client:
             await talk(http, client, 1)
             if is_lost:
-                sessions.clear()
+                proxy.sessions.clear()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await episode()
-    assert not sessions
+    assert not proxy.sessions
 
 
-async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -> None:
+async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, proxy: Proxy) -> None:
     """Although the agent has succeeded."""
     with pytest.raises(EngineError, match="unknown"):
         async with client:
-            app.state.proxy.sessions.clear()
+            proxy.sessions.clear()
 
 
 async def test_a_wrong_reward_is_an_error_of_the_episode(
