@@ -388,7 +388,9 @@ def main(argv: list[str]) -> Any:
         check(config, options.folder)
         config.callbacks = [name for name in config.callbacks if name != "extras.replay.Replay"]
         config.recover_interval = 0  # a replay never continues
-        return start.Run(config, [Replay(config, options.folder, options.until)])
+        run = start.Run(config)
+        run.callbacks.append(Replay(config, options.folder, options.until))
+        return run
 
     recipe = f"{options.folder}/config.yaml"
     run = start.begin(["--config", recipe, *words, "trial_name=auto"], make)

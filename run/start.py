@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -52,14 +52,11 @@ class Run:
     executor: Any = None
     prints_steps = True  # unless a callback shows the steps
 
-    def __init__(
-        self, config: TrainConfig, callbacks: Iterable[Any] = (), force: bool = False
-    ) -> None:
-        """Claim the run's folder, find its model, and start the servers. `callbacks` are objects
-        added to those of the configuration, and `force` continues a run of other code. Raises
-        ConfigError if the run cannot start."""
+    def __init__(self, config: TrainConfig, force: bool = False) -> None:
+        """Claim the run's folder, find its model, and start the servers. `force` continues a run of
+        other code. Raises ConfigError if the run cannot start."""
         self.config, self.rank = config, int(os.environ.get("RANK", 0))
-        self.callbacks = [*callbacks]
+        self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
         self.step, self.last_step = 0, config.max_steps  # `step` is the last finished one
         self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
         self.stack = ExitStack()
