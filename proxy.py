@@ -56,7 +56,7 @@ from calls.sessions import Session
 from calls.tools import THINK, find_parser, opening, parse, split_calls
 from calls.turn import EventStream, Turn
 from engine import RemoteInfEngine
-from inference.fields import import_name
+from inference.fields import make_named
 from inference.io_struct import CallParameters, EngineError, ModelRequest, ModelResponse, call_seed
 from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
 
@@ -267,8 +267,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, help="makes the sampling of a run repeatable")
     add("--sampling", type=json, default={}, help='defaults, like {"max_new_tokens": 500}')
     add("--tool-call-parser", help="module.function, like extras.parsers.mistral")
-    add("--hooks", help="module.Class: hooks of the engine (engine.py)")
-    add("--hooks-args", type=json, default={}, help="its arguments as JSON")
+    add("--hooks", type=json, default={}, help="of the engine: {class path: its arguments}")
     add("--exit-with-parent", action="store_true")
     return parser.parse_args(argv)
 
@@ -279,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with listen(args.host, args.port, args.admin_key) as listener:
             tokenizer = load_tokenizer(args.model_path)
-            hooks = args.hooks and import_name(args.hooks)(**args.hooks_args)
+            hooks = make_named(args.hooks)
             engine = RemoteInfEngine(args.server, key=args.server_key, hooks=hooks)
             engine.initialize()
             args.sampling = {"max_new_tokens": engine.context_length} | args.sampling

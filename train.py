@@ -43,7 +43,7 @@ from torch import Tensor
 
 from cache import InteractionWithTokenLogpReward
 from engine import RemoteInfEngine
-from inference.fields import import_name
+from inference.fields import import_name, make_named
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
 from proxy import ProxyAddress
@@ -73,7 +73,7 @@ def start_rollout(run: Run) -> None:
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
     run.wait_until_ready()
     named = run.call("hooks", run)  # {class path: its arguments}
-    hooks = next((import_name(name)(**kwargs) for name, kwargs in named.items()), None)
+    hooks = make_named(named)
     engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
     if rollout.server_addrs and config.mode == "train":
         engine.take_over()

@@ -75,3 +75,8 @@ def import_name(path: str) -> Any:
     ImportError inside the module."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def make_named(named: dict[str, dict[str, Any]]) -> Any:
+    """Make the object {class path: its arguments}. {} makes None."""
+    return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

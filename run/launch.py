@@ -183,10 +183,9 @@ def plan_proxy(
     arguments} of the engine's hooks, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]
+    words += ["--hooks", json.dumps(hooks)]
     for url in servers:
         words += ["--server", url]
-    for name, arguments in hooks.items():
-        words += ["--hooks", name, "--hooks-args", json.dumps(arguments)]
     if parser := config.rollout.openai.tool_call_parser:
         words += ["--tool-call-parser", parser]
     keys = {"POCKET_AREAL_ADMIN_KEY": admin_key, "POCKET_AREAL_SERVER_KEY": key}

@@ -420,7 +420,7 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
         ("--model-path", "/no/such/folder", "no tokenizer there"),
         ("--model-path", str(ROOT / "tests"), "no tokenizer there"),
         ("--port", "taken", "in use"),
-        ("--hooks", "no.such.Hooks", "no"),
+        ("--hooks", '{"no.such.Hooks": {}}', "no"),
         ("--server", "not a url", "not a url"),
     ],
 )

@@ -71,6 +71,7 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
     http: httpx.AsyncClient, client: OpenAIProxyClient, proxy: Proxy, is_lost: bool
 ) -> None:
     """The caller gets the agent's error, even if the proxy cannot end the session."""
+
     async def episode() -> None:
         async with client:
             await talk(http, client, 1)

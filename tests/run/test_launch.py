@@ -118,7 +118,7 @@ def test_our_own_processes_are_told_what_the_configuration_says() -> None:
     proxy = plan_proxy(config, ["URL"], "k3y", "adm1n", hooks)
     options: dict[str, Any] = dict(zip(proxy.command, proxy.command[1:]))
     assert json.loads(options["--sampling"])["temperature"] == 0.7
-    assert json.loads(options["--hooks-args"]) == {"folder": "F"}
+    assert json.loads(options["--hooks"]) == hooks
     assert "--tool-call-parser" not in proxy.command
     assert "--max-total-tokens 16384 --seed" in " ".join(server.command)
     assert not re.search("k3y|adm1n", " ".join(server.command + proxy.command))
