@@ -249,7 +249,6 @@ class Model:
         length = keys if keys < 512 else min(1 << (keys - 1).bit_length(), self.positions)
         return length, min(self.most_slots, self.positions // length)
 
-    @torch.inference_mode()
     def resize(self, longest: int) -> tuple[int, int]:
         """Make slots for sequences of `longest` tokens, and keep of the old ones what fits. Return
         `fit`."""
@@ -260,17 +259,14 @@ class Model:
             target[:, :n, :m] = source[:, :n, :m].clone()
         return length, slots
 
-    @torch.inference_mode()
     def exchange(self, i: int, j: int, n: int) -> None:
         """Exchange the first n keys and values of two slots."""
         self.kv[:, :, [i, j], :n] = self.kv[:, :, [j, i], :n]
 
-    @torch.inference_mode()
     def copy(self, source: int, target: int, n: int) -> None:
         """Copy the first n keys and values of a slot."""
         self.kv[:, :, target, :n] = self.kv[:, :, source, :n]
 
-    @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model; a trainer that freezes layers sends only the others.
         Raises RuntimeError if one has another size; then no weight has changed."""
