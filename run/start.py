@@ -132,7 +132,7 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        from training.ranks import leave_ranks
+        from torch.distributed import destroy_process_group
 
         death = None
         if isinstance(error, Exception):
@@ -143,7 +143,7 @@ class Run:
         if death:
             raise death from error
         if error is None:
-            leave_ranks()
+            destroy_process_group()
 
     def command(self, *words: str) -> str:
         """This run's command with other words, ready to paste."""
