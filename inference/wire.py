@@ -7,14 +7,12 @@ through aiohttp, whose parser is written in C.
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
 KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
-
-T = TypeVar("T", bound=Any)
 
 
 def many_connections(http: Any = httpx) -> dict[str, Any]:
@@ -31,24 +29,24 @@ def make_transport() -> httpx.AsyncBaseTransport:
     return AiohttpTransport(verify=ssl_context(), **many_connections())
 
 
-class PerLoop(Generic[T]):
+class PerLoop:
     """One object for each event loop. The first `get` makes it, the loop's end closes it."""
 
     def __init__(
         self,
-        make: Callable[[], T],
-        close: Callable[[T], Awaitable[None]] = lambda thing: thing.aclose(),
+        make: Callable[[], Any],
+        close: Callable[[Any], Awaitable[None]] = lambda thing: thing.aclose(),
     ) -> None:
         self._make, self._close = make, close
-        self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[T, None]] = {}
+        self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[Any, None]] = {}
 
-    async def get(self) -> T:
+    async def get(self) -> Any:
         loop = asyncio.get_running_loop()
         if loop not in self._keepers:
             self._keepers[loop] = self._keep(loop)
         return await anext(self._keepers[loop])
 
-    async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
+    async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
         # A loop closes its generators when it ends, so this generator closes the object.
         thing = self._make()
         try:

@@ -20,7 +20,7 @@ PROCESSES = 4
 
 
 @functools.cache
-def pools(size: int) -> PerLoop[WorkerPool]:
+def pools(size: int) -> PerLoop:
     """Each event loop's pool of `size` processes."""
     return PerLoop(lambda: WorkerPool(size))
 
