@@ -254,7 +254,8 @@ def create_app(proxy: Proxy) -> FastAPI:
     return app
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal. If the proxy cannot start, print one line and return 2."""
     parser = argparse.ArgumentParser(description="Answer agents, and keep the tokens.")
     add, env, json = parser.add_argument, os.getenv, orjson.loads
     add("--server", action="append", required=True, help="URL of an inference server; repeatable")
@@ -269,12 +270,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--tool-call-parser", help="module.function, like extras.parsers.mistral")
     add("--hooks", type=json, default={}, help="of the engine: {class path: its arguments}")
     add("--exit-with-parent", action="store_true")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal. If the proxy cannot start, print one line and return 2."""
-    args = parse_args(argv)
+    args = parser.parse_args(argv)
     try:
         with listen(args.host, args.port, args.admin_key) as listener:
             tokenizer = load_tokenizer(args.model_path)
