@@ -44,7 +44,6 @@ ROLLOUT_METHODS = "submit", "wait", "wait_for_task", "rollout_batch", "prepare_b
 Sample = dict[str, Any]
 Kwargs = dict[str, Any] | None
 Accept = Callable[[Trajectory], bool] | str | None  # a function, or its path "module.function"
-Listener = Callable[[str, int, dict[str, Any]], None]  # (event, task id, details)
 
 
 class RolloutTask(NamedTuple):
@@ -74,7 +73,7 @@ class WorkflowExecutor:
     dump_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callable[..., None]] = []  # called with event, task id, details
         state = DispatchState(
             self.gate,
             trajectory.head_version,

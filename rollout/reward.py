@@ -10,6 +10,7 @@ If a reward function fails, its episode fails, because a reward of 0 would misle
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cache import finite
@@ -25,6 +26,7 @@ def pools(size: int) -> PerLoop:
     return PerLoop(lambda: WorkerPool(size))
 
 
+@dataclass(eq=False)
 class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids,
     completion_ids, **data)`.
@@ -33,8 +35,8 @@ class AsyncRewardWrapper:
     time limit raises TimeoutError. A process must be able to import a plain function.
     """
 
-    def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:
-        self.reward_fn, self.timeout_seconds = reward_fn, timeout_seconds
+    reward_fn: Callable[..., Any]
+    timeout_seconds: float = 15.0
 
     async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
         name = getattr(self.reward_fn, "__qualname__", self.reward_fn)
