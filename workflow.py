@@ -304,11 +304,11 @@ def resolve_workflow(
     *,
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
-) -> RolloutWorkflow:
+) -> Any:
     """Make a workflow from a workflow or an agent, or the class or path of one.
 
-    `proxy` holds the arguments of OpenAIProxyWorkflow, for agents. `defaults` holds gconfig and
-    tokenizer, for a workflow class that takes them.
+    `proxy` holds the arguments of OpenAIProxyWorkflow; without it an agent stays one. `defaults`
+    holds gconfig and tokenizer, for a workflow class that takes them.
     """
     resolved, kwargs = import_named(workflow), workflow_kwargs or {}
     if inspect.isclass(resolved) and issubclass(resolved, RolloutWorkflow):
@@ -320,5 +320,6 @@ def resolve_workflow(
         if not inspect.iscoroutinefunction(getattr(resolved, "run", None)):
             agent = "an agent, which has `async def run(self, data, **extra_kwargs)`"
             raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor {agent}")
-        resolved = OpenAIProxyWorkflow(resolved, **(proxy or {}))
+        if proxy is not None:
+            resolved = OpenAIProxyWorkflow(resolved, **proxy)
     return resolved

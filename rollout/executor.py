@@ -188,7 +188,7 @@ class WorkflowExecutor:
     ) -> tuple[workflows.RolloutWorkflow, Any]:
         keys = self.config.openai.model_dump(exclude={"turn_discount", "tool_call_parser"})
         keys |= {"discount": self.config.openai.turn_discount, "sampling": sampling or {}}
-        proxy = self.proxy and self.proxy._asdict() | keys
+        proxy = keys | (self.proxy._asdict() if self.proxy else {})
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
         one = workflows.resolve_workflow(workflow, kwargs, proxy=proxy, defaults=defaults)
         size = group_size or self.gconfig.n_samples

@@ -112,7 +112,7 @@ def load_workflow(
 
     `defaults` are arguments that a workflow may take. Raises ConfigError.
     """
-    from workflow import OpenAIProxyWorkflow, resolve_workflow
+    from workflow import resolve_workflow
 
     workflow, given = workflow or config.workflow, config.workflow_kwargs | (kwargs or {})
     if workflow is None:
@@ -120,10 +120,8 @@ def load_workflow(
         given = getattr(task, "WORKFLOW_KWARGS", {}) | given
     if workflow is None:
         raise ConfigError("no workflow: set workflow=module.Class, an agent or a RolloutWorkflow")
-    proxy = {"proxy_addr": "", "admin_key": ""}  # the executor has the real ones
     with one_line(f"workflow={workflow}, workflow_kwargs={given}"):
-        resolved = resolve_workflow(workflow, given, proxy=proxy, defaults=defaults)
-    return resolved.agent if isinstance(resolved, OpenAIProxyWorkflow) else resolved
+        return resolve_workflow(workflow, given, defaults=defaults)
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:

@@ -249,7 +249,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
         (TypeError, "unexpected keyword argument 'typo'", Agent, {"typo": 1}, PROXY),
         (TypeError, "neither a RolloutWorkflow nor an agent", dict, {}, None),
         (TypeError, "SyncAgent.* is neither .* which has `async def run", SyncAgent, {}, PROXY),
-        (TypeError, "missing 2 required .*: 'proxy_addr' and 'admin_key'", Agent, {}, None),
+        (TypeError, "missing 2 required .*: 'proxy_addr' and 'admin_key'", Agent, {}, {}),
         (TypeError, "'Agent' object is not callable", Agent(), {"answer": 1.0}, PROXY),
     ],
 )
