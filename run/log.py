@@ -84,7 +84,12 @@ class Log:
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
-        self.write_tokens(batch, metrics["step"])
+        # The batch, with the texts of its tokens, so that readers need no tokenizer.
+        path = run.run_dir / "tokens" / f"{metrics['step']:05d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        ids = batch["input_ids"].unique().tolist()
+        words = json.dumps({i: run.inputs.tokenizer.decode([i]) for i in ids})
+        save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         run.history.append(metrics)
@@ -95,11 +100,3 @@ class Log:
                 " {rollout_wait_s:.1f} s".format(last=run.last_step, **metrics),
                 flush=True,
             )
-
-    def write_tokens(self, batch: dict[str, Tensor], step: int) -> None:
-        """Write a batch with the texts of its tokens, so that readers need no tokenizer."""
-        path = self.run.run_dir / "tokens" / f"{step:05d}.safetensors"
-        path.parent.mkdir(exist_ok=True)
-        ids = batch["input_ids"].unique().tolist()
-        words = json.dumps({i: self.run.inputs.tokenizer.decode([i]) for i in ids})
-        save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
