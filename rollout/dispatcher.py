@@ -161,6 +161,7 @@ class DispatchState:
         return [self.order.pop(task_id)]
 
 
+@dataclass(eq=False, repr=False)
 class BatchTaskDispatcher:
     """Run tasks in an event loop, and return results that are not too old.
 
@@ -168,10 +169,10 @@ class BatchTaskDispatcher:
     reject the task. The trainer's thread calls the methods.
     """
 
-    def __init__(
-        self, task_factory: Callable[[Any], Coroutine[Any, Any, Any]], state: DispatchState
-    ) -> None:
-        self.task_factory, self.state = task_factory, state
+    task_factory: Callable[[Any], Coroutine[Any, Any, Any]]
+    state: DispatchState
+
+    def __post_init__(self) -> None:
         self.stopped: Future = Future()  # its exception ends every call
         self._news = asyncio.Event()  # set for a moment when a task has ended
         self._running: set[asyncio.Task] = set()  # the loop itself keeps no task alive
