@@ -215,7 +215,9 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
-    return problems
+    # Held-out problems come by template, so that three of them, far apart, are of three kinds.
+    each = 1 if is_train else len(HELD_OUT)
+    return [problem for k in range(each) for problem in problems[k::each]]
 
 
 COMPOUND = [
