@@ -484,20 +484,20 @@ def main() -> None:
     args, start = parser.parse_args(), time.monotonic()
     allow_open_files()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        path, log = make_byte_model(Path(folder) / "model"), Path(folder) / "log"
-        addresses = {}
-        for name in ("", "control "):
+        path = make_byte_model(Path(folder) / "model")
+        addresses, logs = {}, [Path(folder) / f"{k}.log" for k in range(4)]
+        for name, one, other in (("", *logs[:2]), ("control ", *logs[2:])):
             server, _ = stack.enter_context(
-                process("inference.tiny.server", path, "--api-key", KEY, log=log)
+                process("inference.tiny.server", path, "--api-key", KEY, log=one)
             )
             words = ["--server", server, "--server-key", KEY, "--admin-key", ADMIN]
-            proxy, _ = stack.enter_context(process("proxy", path, *words, log=log))
+            proxy, _ = stack.enter_context(process("proxy", path, *words, log=other))
             addresses |= {f"{name}server": server, f"{name}proxy": proxy}
         fuzz = Fuzz(args.seed, addresses, AutoTokenizer.from_pretrained(path))
         try:
             asyncio.run(fuzz.run(args.requests, args.only))
         finally:
-            logged = log.read_text()
+            logged = "".join(log.read_text() for log in logs)
             print(
                 logged[logged.find("Traceback") :][:6000] if "Traceback" in logged else "",
                 file=sys.stderr,
