@@ -1,4 +1,4 @@
-"""Agents in ten frameworks call the proxy, and every token that the model samples is trained
+"""Agents in eleven frameworks call the proxy, and every token that the model samples is trained
 exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If
@@ -44,6 +44,7 @@ EXAMPLES = {  # module of the agent -> (its framework's package, prefix of the i
     "anthropic_sdk": ("anthropic", "msg_"),
     "camel_agent": ("camel", "chatcmpl-"),
     "autogen_agent": ("autogen_agentchat", "chatcmpl-"),
+    "mcp_agent": ("mcp", "chatcmpl-"),
 }
 IN_NODE = {"vercel_ai": "resp_", "codex_cli": "resp_", "opencode_cli": "resp_"}
 TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # agents whose last call has no tools
