@@ -88,7 +88,7 @@ def named_buckets(
         yield bucket
 
 
-def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> None:
+def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
     """Write a Hugging Face folder, with the files of `source_dir` that hold no weights."""
     from safetensors.torch import save_file
 
@@ -103,6 +103,7 @@ def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: s
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     partial.replace(target)
+    return target
 
 
 # ---- to the servers

@@ -132,7 +132,7 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        from torch.distributed import destroy_process_group
+        from training.ranks import leave_ranks
 
         death = None
         if isinstance(error, Exception):
@@ -143,7 +143,7 @@ class Run:
         if death:
             raise death from error
         if error is None:
-            destroy_process_group()
+            leave_ranks()
 
     def command(self, *words: str) -> str:
         """This run's command with other words, ready to paste."""

@@ -188,7 +188,7 @@ class FSDPEngine:
         dist.barrier()
 
     def destroy(self) -> None:
-        """Release the model. The ranks stay connected."""
+        """Release the model. The ranks stay connected until training.ranks.leave_ranks."""
         self.model = None
 
 

@@ -40,7 +40,7 @@ def test_a_checkpoint_is_a_hugging_face_directory(
     """`from_pretrained` reads the tensors, names and tokenizer that write_checkpoint wrote."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     changed["lm_head.weight"] = changed["lm_head.weight"].t().contiguous().t()  # another layout
-    write_checkpoint(changed, tiny_model_dir, written := tmp_path / "deep" / "v3")
+    written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
     loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], changed[name]) for name in changed)
