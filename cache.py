@@ -201,9 +201,12 @@ class InteractionCache(dict[str, Interaction]):
         call.reads = [parent] if parent else []
         if looks_like_side(call):
             return
-        found = [x for x, said in self._leaves.items() if x is not parent and stands(said, new)]
+        text = squeeze_all(new)
+        found = [x for x, said in self._leaves.items() if x is not parent and stands(said, text)]
+        # What is read is no side conversation.
+        self._openings |= {extend(0, x.messages[0]) for x in found}
         if found and parent:
-            results = [message for message in new if message["role"] == "tool"]
+            results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self._leaves[x], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.values()))
             for task in ancestors(reports).intersection(later):
@@ -228,7 +231,7 @@ class InteractionCache(dict[str, Interaction]):
         interaction.model_response, interaction.output_message_list = response, output
         self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
         self._leaves.pop(interaction.parent, None)
-        if said := "".join(message["content"] for message in output).strip():
+        if said := needle(output):
             self._leaves[interaction] = said
         if not looks_like_side(interaction):
             self._openings.add(extend(0, interaction.messages[0]))
@@ -271,12 +274,17 @@ class InteractionCache(dict[str, Interaction]):
         self._discounted = True
         self.mark_side_conversations()
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
+        leads: set[Any] = set()  # calls that a rewarded one has read, directly or not
         for turn in reversed(self.finished()):  # a call began after those that it reads
+            counts = turn.reward is not None or turn in leads
+            # R(i) = r(i) + gamma * mean R(c)
+            final = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
             if not is_left_out(turn):
-                # R(i) = r(i) + gamma * mean R(c)
-                turn.reward = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
-                for read in turn.reads if links else [turn.parent]:
-                    below[read].append(turn.reward)
+                turn.reward = final
+            for read in turn.reads if links else [turn.parent]:
+                if counts or read is turn.parent:
+                    below[read].append(final)
+                leads |= {read} if counts else set()
 
     def is_side(self, call: Interaction) -> bool:
         """Whether a finished call is a side conversation. Only its first message counts: a call
@@ -303,10 +311,29 @@ def looks_like_side(call: Interaction) -> bool:
     return not (call.tools or call.parent) and bool(SIDE.search(call.messages[0]["content"]))
 
 
-def stands(said: str, messages: list[Message]) -> bool:
-    """Return whether a message has the whole answer; a short one needs lines of its own."""
-    texts = [f"\n{message['content'].strip()}\n" for message in messages]
-    return any(f"\n{said}\n" in text or (len(said) >= SHORT and said in text) for text in texts)
+def squeeze(text: str) -> str:
+    """Return lines without blanks around words, since agents wrap answers or write them as JSON."""
+    lines = text.replace("\\n", "\n").replace('\\"', '"').splitlines()
+    return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
+
+
+def squeeze_all(messages: Iterable[Message]) -> str:
+    """Return texts and ids of calls, each on lines of its own."""
+    ids = ([m["content"], *(call["id"] for call in m.get("tool_calls", []))] for m in messages)
+    return "\0".join(f"\n{squeeze(text or '')}\n" for texts in ids for text in texts)
+
+
+def needle(output: list[Message]) -> str:
+    """Return what of an answer is looked for: the id of its first call, or its text. Claude Code
+    cuts away what is not in <summary>."""
+    ids = [call["id"] for message in output for call in message.get("tool_calls", [])]
+    text = "".join(message["content"] for message in output)
+    return ids[0] if ids else squeeze(text.rpartition("<summary>")[2].partition("</summary>")[0])
+
+
+def stands(said: str, text: str) -> bool:
+    """Return whether a squeezed text has the whole answer; a short one needs its own lines."""
+    return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
 
 
 def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:

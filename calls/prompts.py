@@ -30,6 +30,7 @@ import functools
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -94,7 +95,7 @@ class PromptBuilder:
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)
         marks = tail[blanks:]
-        for count in range(1, len(marks) + 1):
+        for count in range(1, min(len(said), len(marks)) + 1):
             if said[-count:] == marks[:count]:
                 return turn.input_tokens + said + marks[count:]
         return turn.input_tokens + said + tail
@@ -143,6 +144,8 @@ def stricter(messages: list[Message]) -> Iterator[list[Message]]:
     yield one_call_each(merge(messages))
     no_system = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
     yield one_call_each(merge(no_system))
+    yield short_ids(merge(messages))
+    yield short_ids(one_call_each(merge(no_system)))
 
 
 def merge(messages: list[Message]) -> list[Message]:
@@ -175,6 +178,21 @@ def one_call_each(messages: list[Message]) -> list[Message]:
         if message["content"] or not calls:
             single.append({key: x for key, x in message.items() if key != "tool_calls"})
     return single + waiting
+
+
+def short_ids(messages: list[Message]) -> list[Message]:
+    """Give calls ids of nine digits, as Mistral's templates need."""
+
+    def shorten(item: Message, key: str) -> Message:
+        return item | {key: f"{zlib.crc32(str(item.get(key)).encode()):09d}"[-9:]}
+
+    changed = (shorten(m, "tool_call_id") if m["role"] == "tool" else m for m in messages)
+    return [
+        m | {"tool_calls": [shorten(call, "id") for call in m["tool_calls"]]}
+        if "tool_calls" in m
+        else m
+        for m in changed
+    ]
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:

@@ -1,5 +1,6 @@
 """The calls of a session as a tree: parents, rewards, side conversations, rows."""
 
+import json
 import math
 import sys
 from dataclasses import dataclass
@@ -155,11 +156,16 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
 
 @given(calls, GAMMAS)
 def test_discounting_is_its_recursive_definition(session: list[Call], gamma: float) -> None:
-    """R(i) = r(i) + gamma * mean R(c) over the calls c that read i. The first calls add up to the
-    own rewards, weighted by a walk that is divided evenly and shrinks by gamma."""
+    """R(i) = r(i) + gamma * mean R(c) over the calls c that read i, without linked ones that lead
+    to no reward. The first calls add up to the own rewards, weighted by a walk that is divided
+    evenly and shrinks by gamma."""
     cache = play(session)
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
     readers = {n: [c for c in own if cache[n] in cache[c].reads] for n in own}
+    leads = {n: cache[n].reward is not None for n in own}
+    for n in reversed(own):
+        leads[n] = leads[n] or any(leads[c] for c in readers[n])
+        readers[n] = [c for c in readers[n] if leads[c] or cache[c].parent is cache[n]]
 
     def final(name: str) -> float:
         below = [final(reader) for reader in readers[name]]
@@ -179,7 +185,7 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 @given(calls)
 def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
     """Links lead back in time. What a call continues is above it, and so is a report that its new
-    message quotes, if no call continues the report. Of what it reads, none is above another."""
+    message quotes, if no call continues the report."""
     cache = play(session)
     place = {call: k for k, call in enumerate(cache.values())}
     continued = {call.parent for call in cache.values() if call.complete}
@@ -192,7 +198,6 @@ def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
             said = answer.output_message_list[0]["content"] if answer.complete else ""
             if answer not in continued and len(said) >= SHORT and said in new[0]["content"]:
                 assert answer in above
-        assert not {*call.reads} & ancestors(x for read in call.reads for x in read.reads)
 
 
 @given(calls)
@@ -261,9 +266,9 @@ def test_what_failed_leaves_no_trace(session: list[Call]) -> None:
 
 # ---- links
 
-REPORT = "a report that is not short"
+REPORT = "a report\n that is not short"
 ASKS = said("", ("delegate", {"to": "s"}), ("delegate", {"to": "t"}))
-RESULTS = [{"role": "tool", "content": text} for text in (REPORT, "said:\n3")]
+RESULTS = [{"role": "tool", "content": x} for x in (json.dumps([REPORT]), "said:\n3")]
 
 
 def final_rewards(cache: InteractionCache, links: bool) -> list[float | None]:
@@ -275,18 +280,20 @@ def final_rewards(cache: InteractionCache, links: bool) -> list[float | None]:
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> None:
-    """Several conversations may, and their mean counts."""
+    """Several conversations may, and the mean of those with a reward counts."""
     first, begun = turn([user("a")], "b"), [user(f"So far: {REPORT}")]
     summary = turn([*first.conversation, user("sum up")], REPORT)
-    cache = cache_of(first, summary, turn(begun, "c"), turn(begun, "d"))
+    cache = cache_of(first, summary, *(turn(begun, answer) for answer in "cde"))
     cache.set_reward("2", 1)
-    assert final_rewards(cache, links) == ([0.25, 0.5, 1, 1] if links else [0, 0, 1, 1])
+    assert final_rewards(cache, links) == ([0.25, 0.5, 1, 0, 1] if links else [0, 0, 1, 0, 1])
 
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
-    """Two sub-agents at once get the mean, as branches do. A short report has lines of its own."""
-    calls = turn([user("q")], ASKS), turn([user("s")], REPORT), turn([user("t")], "3")
+    """Two sub-agents at once get the mean, as branches do. A short report has lines of its own, a
+    long one may be JSON, and none is a title if it is read."""
+    title = turn([user("Write a title and a report")], f"<summary>{REPORT}</summary>")
+    calls = turn([user("q")], ASKS), title, turn([user("t")], "3")
     cache = cache_of(*calls, turn([user("q"), ASKS, *RESULTS]))
     assert final_rewards(cache, links) == ([0.25, 0.5, 0.5, 1] if links else [0.5, 0, 0, 1])
 

@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,7 @@ SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
 def episodes(
-    module: str,
-    proxy_addr: str,
-    samples: Sequence[int] = (0, 1, 2),
-    kwargs: Any = None,
-    **options: Any,
+    module: str, proxy_addr: str, samples: Any = (0, 1, 2), kwargs: Any = None, **options: Any
 ) -> list[Any]:
     """Run the episodes of some samples concurrently, and return their results."""
     agent = f"examples.{module}.Agent"

@@ -190,6 +190,7 @@ STRICT = [  # rules of templates
     "{% if m.role == 'system' %}" + NO,
     "{% if loop.previtem and loop.previtem.role == m.role != 'tool' %}" + NO,
     "{% if m.tool_calls and (m.tool_calls | length > 1 or m.content) %}" + NO,
+    "{% if m.tool_call_id and m.tool_call_id | length != 9 %}" + NO,  # Mistral's
     "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",  # drops it
 ]
 RESULTS = [{"role": "tool", "content": f"r{k}", "tool_call_id": f"call_ab12_{k}"} for k in (1, 0)]
@@ -214,7 +215,7 @@ def test_a_strict_template_gets_every_text(tiny_tokenizer: Any, rule: str, talk:
     assert child[:2] == [1, 2]
     for rendered, messages in ((whole, talk), (own.decode(child), talk[5:])):
         assert [m["content"] for m in messages if m["content"] not in rendered] == []
-    if "tool_calls" in talk[4] and "length" in rule:
+    if "tool_calls" in talk[4] and "length > 1" in rule:
         assert re.findall(r"\[.\]|r\d", whole) == ["[g]", "r1", "[f]", "r0"]
 
 
@@ -225,9 +226,7 @@ SHIPPED = sorted(Path(TRL.origin).parent.glob("chat_templates/*.jinja")) if TRL 
 @pytest.mark.skipif(not SHIPPED, reason="needs the templates of TRL: pip install --no-deps trl")
 @pytest.mark.parametrize("talk", HARD)
 @pytest.mark.parametrize("path", SHIPPED or [None], ids=str)
-def test_templates_in_use_get_every_text_or_refuse(
-    tiny_tokenizer: Any, path: Any, talk: list
-) -> None:
+def test_templates_in_use_get_every_text_or_refuse(tiny_tokenizer, path, talk) -> None:
     """What cannot be rendered is known when the template is loaded: it has no tools."""
     own = with_template(tiny_tokenizer, path.read_text())
     own.bos_token = "<|endoftext|>"
