@@ -319,8 +319,8 @@ def squeeze(text: str) -> str:
 
 def squeeze_all(messages: Iterable[Message]) -> str:
     """Return texts and ids of calls, each on lines of its own."""
-    ids = ([m["content"], *(call["id"] for call in m.get("tool_calls", []))] for m in messages)
-    return "\0".join(f"\n{squeeze(text or '')}\n" for texts in ids for text in texts)
+    parts = ((m["content"], *(call["id"] for call in m.get("tool_calls", []))) for m in messages)
+    return "\0".join(f"\n{squeeze(part or '')}\n" for part in itertools.chain(*parts))
 
 
 def needle(output: list[Message]) -> str:
