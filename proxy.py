@@ -203,7 +203,9 @@ class Proxy:
 
     def set_version(self, body: Json) -> Json:
         """Set the trainer's version. Newer tokens are refused."""
-        self.engine.set_version(get(body, "version", int, 0))
+        if (version := get(body, "version", int, 0)) < 0:
+            raise Refusal(f"version: {version} is less than 0")
+        self.engine.set_version(version)
         return {}
 
     async def health(self, request: Request) -> Response:
