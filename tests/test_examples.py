@@ -220,7 +220,7 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert "assistant: the answer is 2" in lines
     assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # no temperature where it is 1
     for agent, code, said in (
-        ("test_examples.Silent", 1, "error: Refusal: .*no call of this session has succeeded"),
+        ("test_examples.Silent", 1, "error: .*no call of this session has succeeded"),
         ("examples.nowhere.Agent", 2, "error: .*nowhere"),
     ):
         ended = run(agent)
