@@ -36,7 +36,7 @@ from subprocess import PIPE, Popen
 from typing import Any
 from urllib.parse import urlsplit
 
-CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve()"
+CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve({})"
 
 
 async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
@@ -55,7 +55,7 @@ class Worker:
     own subprocesses would outlive their loop."""
 
     def __init__(self) -> None:
-        words = sys.executable, "-u", "-c", CODE.format(sys.path)
+        words = sys.executable, "-u", "-c", CODE.format(sys.path, os.getpid())
         env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
         self.process: Any = Popen(words, stdin=PIPE, stdout=PIPE, start_new_session=True, env=env)
         self._thread = ThreadPoolExecutor(1)
@@ -119,14 +119,14 @@ class WorkerPool:
 # ---- in the process
 
 
-def serve() -> None:
-    """Run calls until the trainer is gone."""
-    parent, calls, answers = os.getppid(), os.dup(0), os.dup(1)
+def serve(trainer: int) -> None:
+    """Run calls until the trainer, whose pid this is, is gone."""
+    calls, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the user's code prints must not be an answer
 
     def follow_trainer() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == trainer:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
