@@ -171,7 +171,7 @@ class InteractionCache(dict[str, Interaction]):
     def __init__(self) -> None:
         super().__init__()
         self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
-        self._leaves: dict[Any, str] = {}  # not continued yet -> the answer's text
+        self._leaves: dict[Any, str] = {}  # not continued yet -> what is looked for (`needle`)
         self._openings: set[int] = set()  # digests of first messages that no client sends by itself
         self._discounted = False
 
@@ -203,18 +203,19 @@ class InteractionCache(dict[str, Interaction]):
             return
         text = squeeze_all(new)
         found = [x for x, said in self._leaves.items() if x is not parent and stands(said, text)]
+        if not found:
+            return
         # What is read is no side conversation.
         self._openings |= {extend(0, x.messages[0]) for x in found}
-        if found and parent:
+        if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self._leaves[x], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.values()))
             for task in ancestors(reports).intersection(later):
                 task.reads = task.reads or [parent]
-        if found:
-            found += call.reads
-            above = ancestors(x for each in found for x in each.reads)
-            call.reads = [x for x in found if x not in above]
+        found += call.reads
+        above = ancestors(x for each in found for x in each.reads)
+        call.reads = [x for x in found if x not in above]
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
@@ -281,10 +282,12 @@ class InteractionCache(dict[str, Interaction]):
             final = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
             if not is_left_out(turn):
                 turn.reward = final
-            for read in turn.reads if links else [turn.parent]:
+            reads = turn.reads if links else [turn.parent]
+            if counts:
+                leads.update(reads)
+            for read in reads:
                 if counts or read is turn.parent:
                     below[read].append(final)
-                leads |= {read} if counts else set()
 
     def is_side(self, call: Interaction) -> bool:
         """Whether a finished call is a side conversation. Only its first message counts: a call

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIGITS = "123456"
 CALL = '<tool_call> {"name": "ask", "arguments": {}} </tool_call>'
 ASK: Any = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}
-STEPS: Any = {
+RECIPE: Any = {
     "train_dataset.batch_size": 10,
     "gconfig.n_samples": 8,
     "gconfig.max_new_tokens": 8,
@@ -69,7 +69,7 @@ class Compacts:
 
 
 class Delegates:
-    """A tool of its is an agent itself."""
+    """It has a tool that is an agent itself."""
 
     async def run(self, data: dict[str, str], **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
@@ -121,9 +121,8 @@ def train(agent: str, compaction: str, seed: int, steps: int) -> float:
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text("task: bench.links\nexperiment_name: links\nserver: {backend: tiny}\n")
     name = f"{agent}-{compaction}-{seed}"
-    keys = STEPS | {"workflow": f"bench.links.{agent}", "rollout.openai.compaction": compaction}
+    keys = RECIPE | {"workflow": f"bench.links.{agent}", "rollout.openai.compaction": compaction}
     keys |= {"seed": seed, "trial_name": name, "max_steps": steps, "callbacks": "[]"}
-    keys |= {"rollout.openai.turn_discount": 1.0}
     words = ["--config", str(recipe), *(f"{key}={value}" for key, value in keys.items())]
     subprocess.run(
         [sys.executable, "train.py", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL

@@ -84,7 +84,7 @@ class PromptBuilder:
             if self.splices and (self.splices_results or not has_results):
                 with contextlib.suppress(Refusal):  # after the stub a text is refused or dropped
                     return self.extend(parent.tokens, new, variables)
-        return self.encode(self._render(call.messages, variables))
+        return self.encode(self._render([*self._disarm(call.messages)], variables))
 
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
@@ -101,14 +101,15 @@ class PromptBuilder:
         return turn.input_tokens + said + tail
 
     def _tail(self, new: list[Message], variables: dict[str, Any]) -> str:
+        new = [*self._disarm(new)]
         _, _, tail = self._render([*STUB, *new], variables).partition(SENTINEL)
-        check_texts(self._disarm(new), tail)
+        check_texts(new, tail)
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Return the text of the first form of the messages that the template takes whole."""
         options = variables | {"tokenize": False, "add_generation_prompt": True}
-        messages, refusals = [*self._disarm(messages)], list[Exception]()
+        refusals: list[Exception] = []
         # DeepSeek's templates need arguments as text.
         changes: Any = (dict, with_texts)
         for form, change in itertools.product(stricter(messages), changes):
@@ -121,6 +122,7 @@ class PromptBuilder:
         raise Refusal(f"messages: the chat template refuses them: {refusals[0]}")
 
     def _disarm(self, messages: list[Message]) -> Iterator[Message]:
+        """Part the control tokens in texts that no assistant wrote."""
         for m in messages:
             text = self._control.sub(lambda found: BREAK.join(found[0]), m["content"])
             yield m if m["role"] == "assistant" else m | {"content": text}
