@@ -237,7 +237,7 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# What episodes share: the clients of each proxy, and of the agents of an event loop.
+# All episodes share one client for each proxy, and their agents one for each event loop.
 proxy_at = functools.cache(Servers)
 _agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 

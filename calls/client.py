@@ -59,7 +59,7 @@ class OpenAIProxyClient:
             self.rewarded_count = ended["rewarded_count"]
 
     async def set_reward(self, interaction_id: str | None, reward: float) -> None:
-        """Reward a call; None means the last one."""
+        """Reward the call with this id; None means the last call."""
         path = f"/{self.session_id}/rl/set_reward"
         await self._post(path, interaction_id=interaction_id, reward=finite(reward))
 

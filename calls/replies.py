@@ -31,8 +31,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(status: int, message: str, code: str = "") -> Json:
-    """An error in a form that all SDKs read, both as a reply and as an event. The address of an
-    inference server is not the agent's business."""
+    """Return an error in a form that all SDKs read, as a reply or as an event. It hides the address
+    of the inference server from the agent."""
     message = re.sub(r"https?://[^\s/]+", "the server", message)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind} | ({"code": code} if code else {})

@@ -52,8 +52,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool = False) -> tuple[str, str]:
-    """Return the reasoning, and the text after it. An answer that has ended without the end of its
-    reasoning has none: the prompt has begun it, and the model has skipped it."""
+    """Return the reasoning, and the text after it. If an answer has ended without the end mark of
+    its reasoning, all of it is text: the prompt began the reasoning, and the model skipped it."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text

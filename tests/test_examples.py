@@ -173,8 +173,8 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 
 @pytest.mark.parametrize("module", [needs("codex_cli")])
 def test_codex_replaces_its_history_by_a_summary(module: str, servers: dict[str, str]) -> None:
-    """A context of 40 tokens is always full. Each new conversation reads the last summary, so that
-    all calls hang together and get the reward of the end."""
+    """Codex compacts at 40 tokens, so after each call. Every new conversation reads the last
+    summary, so the reward at the end reaches all calls."""
     style = {"export_style": "individual", "discount": 0.9}
     (exported,) = episodes(module, servers["proxy"], [1], {"compact_at": 40}, **style)
     first, *others = exported.values()

@@ -68,7 +68,7 @@ def test_a_checkpoint_is_everything_that_a_run_goes_on_with(ranks: None, tmp_pat
 
 
 def flip(path: Path) -> None:
-    """Change one bit in the middle."""
+    """Change one bit in the middle of the file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
