@@ -37,7 +37,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,8 +46,9 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 
-from cache import InteractionCache, check_style
+from cache import Interaction, InteractionCache, check_style
 from calls.messages import AgentRequest, Json, Message, Refusal, check_sampling, get
 from calls.prompts import PromptBuilder, read_text
 from calls.replies import PROTOCOLS, Protocol, error_body
@@ -216,14 +217,28 @@ class Proxy:
 
     async def for_admin(self, method: Callable[[Json], Json], request: Request) -> Response:
         check_key(request, self.admin_key)
-        made = method(read_object(await request.body()))
-        return await asyncio.to_thread(reply, made)  # an export takes seconds to write
+        return reply(method(read_object(await request.body())))
+
+    async def export(self, request: Request) -> Response:
+        check_key(request, self.admin_key)
+        exported = self.export_trajectories(read_object(await request.body()))
+        rows = write_rows(exported["interactions"])
+        return StreamingResponse(rows, media_type="application/json")
 
     async def for_agent(
         self, method: Callable[[Session, Json], Json], request: Request
     ) -> Response:
         session = self.session_of(request)
         return reply(method(session, read_object(await request.body())))
+
+
+async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:
+    """Write and forget one row after another. All of a session's may be a gigabyte of JSON."""
+    yield b'{"interactions":{'
+    for i, key in enumerate([*rows]):
+        yield b"," * (i > 0) + orjson.dumps({key: rows.pop(key).export()})[1:-1]
+        await asyncio.sleep(0)  # others are answered in between
+    yield b"}}"
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
@@ -245,7 +260,7 @@ def create_app(proxy: Proxy) -> FastAPI:
         "rl/start_session": partial(proxy.for_admin, proxy.start_session),
         "grant_capacity": partial(proxy.for_admin, proxy.grant_capacity),
         "set_version": partial(proxy.for_admin, proxy.set_version),
-        "export_trajectories": partial(proxy.for_admin, proxy.export_trajectories),
+        "export_trajectories": proxy.export,
     }
     # "/v1" comes before "/{session_id}", so that it is never taken for an id.
     for start in ("/{session_id}/v1", "/v1", "", "/{session_id}"):

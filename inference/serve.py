@@ -94,9 +94,7 @@ def read_object(raw: bytes) -> dict[str, Any]:
 
 
 def reply(body: Any, status: int = 200) -> Response:
-    """A response with a JSON body. A row of an export (cache.py) is written as its `export()`."""
-    raw = orjson.dumps(body, lambda row: row.export(), orjson.OPT_PASSTHROUGH_DATACLASS)
-    return Response(raw, status, media_type="application/json")
+    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def load_tokenizer(model_path: str) -> Any:

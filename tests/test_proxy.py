@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from conftest import ROOT
 from harness import ADMIN, HELLO, Harness, reply_message, sdk, tool, with_template
@@ -22,7 +23,7 @@ from cache import Interaction
 from calls.prompts import PromptBuilder
 from engine import EngineError
 from inference.io_struct import ModelRequest, ModelResponse, call_seed
-from proxy import main
+from proxy import main, write_rows
 
 pytestmark = pytest.mark.anyio
 
@@ -382,6 +383,18 @@ async def test_a_session_has_a_bound(
         body = {"messages": [{"role": "user", "content": "x" * 300}]}
         assert (await harness.post(f"/{session}/v1/chat/completions", body)).status_code == 413
         assert len(await harness.export(session)) == 2
+
+
+async def test_an_export_is_written_and_forgotten_row_by_row(start: Start) -> None:
+    """So the largest session's export neither holds the others nor needs its memory twice."""
+    harness = start()
+    session = await harness.start()
+    ids = [(await harness.chat(session, HELLO))["id"] for _ in range(3)]
+    await harness.post(f"/{session}/rl/end_session")
+    rows = harness.proxy.export_trajectories({"session_id": session})["interactions"]
+    pieces = [(piece, len(rows)) async for piece in write_rows(rows)]
+    assert [left for _, left in pieces] == [3, 2, 1, 0, 0]
+    assert [*orjson.loads(b"".join(piece for piece, _ in pieces))["interactions"]] == ids
 
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
