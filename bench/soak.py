@@ -2,6 +2,7 @@
 
     python bench/soak.py                               # 60 kills in 200 steps (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7 # kill 5 processes in 12 steps
+    python bench/soak.py --damage 20                   # and damage 20 checkpoints between kills
     python bench/soak.py --freezes 10 --steps 20       # suspend processes, kill none
     python bench/soak.py --steps 170 --usage docs/episodes   # measure memory
 
@@ -75,9 +76,28 @@ def end(run: subprocess.Popen, up: set[int], log: TextIO, seconds: float | None 
     return run.returncode
 
 
-def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> None:
-    """Kill random processes of the run, and start the run again whenever it has ended. After the
-    last kill, let the run finish."""
+def damage(recover: Path, rng: random.Random) -> str:
+    """Remove, cut, or change one bit of a file of the newest checkpoint. Return what was done, or
+    "" if there is no checkpoint before it."""
+    folders = sorted(recover.glob("step*"))
+    if len(folders) < 2:
+        return ""
+    file = rng.choice(sorted(folders[-1].iterdir()))
+    content, way = bytearray(file.read_bytes()), rng.choice(["removed", "cut", "changed"])
+    place = rng.randrange(len(content))
+    if way == "removed":
+        file.unlink()
+    elif way == "cut":
+        os.truncate(file, place)
+    else:
+        content[place] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+    return f"{folders[-1].name}/{file.name} {way}"
+
+
+def kill(command: list[str], rng: random.Random, kills: int, damages: int, run_dir: Path) -> None:
+    """Kill random processes of the run, and start the run again whenever it has ended; before some
+    starts, damage the newest checkpoint. After the last kill, let the run finish."""
     with (run_dir / "soak.log").open("a") as log:
         run, up, done = start(command, log), set[int](), 0
         while done < kills:
@@ -97,6 +117,9 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
                     raise SystemExit(
                         f"the run trained its last step before kill {done + 1}; give more --steps"
                     )
+                if damages and (what := damage(run_dir / "recover", rng)):
+                    damages -= 1
+                    print(f"damage: {what}", flush=True)
                 run, up = start(command, log), set()
                 continue
             time.sleep(moment)  # wait for a random time before the kill
@@ -116,6 +139,7 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
                 print(f"kill {done}: {victim}, {lines} lines in metrics.jsonl", flush=True)
         if code := end(run, up, log, None):
             print(f"the run ended with exit code {code}", flush=True)
+            assert not damages, f"{damages} checkpoints were not damaged; give more --kills"
             if end(start(command, log), up, log, None):
                 raise SystemExit(f"the last start failed; see {log.name}")
 
@@ -195,6 +219,7 @@ def check(run_dir: Path, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--damage", type=int, default=0, help="checkpoints to damage")
     parser.add_argument(
         "--freezes", type=int, default=0, help="stop processes for a time, and kill none"
     )
@@ -223,7 +248,7 @@ def main() -> None:
     elif args.freezes:
         freeze(command, rng, args.freezes, run_dir / "soak.log")
     else:
-        kill(command, rng, args.kills, run_dir)
+        kill(command, rng, args.kills, args.damage, run_dir)
     check(run_dir, args.steps)
 
 
