@@ -191,7 +191,7 @@ class Proxy:
         rewarded = len(rewards) - rewards.count(None)
         return {"interaction_count": len(rewards), "rewarded_count": rewarded}
 
-    def export_trajectories(self, body: Json) -> Json:
+    def export_trajectories(self, body: Json) -> dict[str, Interaction]:
         session = self.find(get(body, "session_id", str))
         if not session.ended:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
@@ -200,7 +200,7 @@ class Proxy:
         session.cache.apply_reward_discount(body.get("discount", 1.0), links)
         rows = session.cache.export_interactions(style)
         del self.sessions[session.session_id]
-        return {"interactions": rows}
+        return rows
 
     def set_version(self, body: Json) -> Json:
         """Set the trainer's version. Newer tokens are refused."""
@@ -221,9 +221,8 @@ class Proxy:
 
     async def export(self, request: Request) -> Response:
         check_key(request, self.admin_key)
-        exported = self.export_trajectories(read_object(await request.body()))
-        rows = write_rows(exported["interactions"])
-        return StreamingResponse(rows, media_type="application/json")
+        rows = self.export_trajectories(read_object(await request.body()))
+        return StreamingResponse(write_rows(rows), media_type="application/json")
 
     async def for_agent(
         self, method: Callable[[Session, Json], Json], request: Request

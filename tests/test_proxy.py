@@ -391,7 +391,7 @@ async def test_an_export_is_written_and_forgotten_row_by_row(start: Start) -> No
     session = await harness.start()
     ids = [(await harness.chat(session, HELLO))["id"] for _ in range(3)]
     await harness.post(f"/{session}/rl/end_session")
-    rows = harness.proxy.export_trajectories({"session_id": session})["interactions"]
+    rows = harness.proxy.export_trajectories({"session_id": session})
     pieces = [(piece, len(rows)) async for piece in write_rows(rows)]
     assert [left for _, left in pieces] == [3, 2, 1, 0, 0]
     assert [*orjson.loads(b"".join(piece for piece, _ in pieces))["interactions"]] == ids

@@ -36,7 +36,6 @@ from calls.messages import Refusal
 from calls.replies import PROTOCOLS
 from calls.turn import PROGRESS_SECONDS
 from inference.io_struct import EngineError, ModelRequest, ModelResponse
-from inference.serve import reply
 
 from .loop import StillLoop
 from .search import Broken, Event, PathMachine, State
@@ -243,8 +242,9 @@ class World:
         else:
             wanted = {"session_id": self.session.session_id, "discount": DISCOUNT}
             try:
-                answer = self.proxy.export_trajectories(wanted)
-                self.exported = orjson.loads(reply(answer).body)["interactions"]
+                rows = self.proxy.export_trajectories(wanted)
+                exported = {key: row.export() for key, row in rows.items()}
+                self.exported = orjson.loads(orjson.dumps(exported))
             except RuntimeError as error:
                 self.refused = str(error)
 
