@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import ROOT
-from harness import ADMIN, HELLO, Harness, reply_message, sdk, tool, with_template
+from harness import ADMIN, HELLO, Connection, Harness, reply_message, sdk, tool, with_template
 from runs import begin
 
 import calls.sessions
@@ -277,18 +277,9 @@ async def test_an_offer_of_another_protocol_is_refused(start: Start) -> None:
 @pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])
 async def test_without_a_session_no_body_is_read(start: Start, path: str) -> None:
     """A stranger cannot make the proxy work."""
-    harness, sent, reads = start(), [], []
-
-    async def receive() -> dict[str, Any]:
-        reads.append(path)
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": f"/nobody/{path}", "query_string": b""}
-    await harness.app(scope | {"headers": []}, receive, send)
-    assert (sent[0]["status"], reads) == (404, [])
+    call = Connection(start(), f"/nobody/{path}", {})
+    assert (await call.status(), len(call.unread)) == (404, 1)
+    await call.rest()
 
 
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start) -> None:

@@ -112,18 +112,6 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 # ---------------------------------------------------------------- the task `guess`
 
 
-def test_three_guesses_find_one_of_six() -> None:
-    """Binary search finds each of the six secrets, with 2.33 guesses on average.
-
-    Every strategy that finds all six secrets needs at least 2.33 guesses on average. The first
-    guess of a strategy finds at most one secret, the second guess at most two, and the third guess
-    at most four.
-    """
-    found: list[int] = []
-    guess.explore(guess.binary_search, found)
-    assert sorted(found) == [1, 2, 2, 3, 3, 3]
-
-
 @given(rng=st.randoms(use_true_random=False))
 def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
     """For each secret that a strategy finds in the game, and for no other secret, `explore` reports

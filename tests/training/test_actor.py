@@ -194,18 +194,6 @@ def test_each_epoch_knows_how_much_of_the_step_is_done(make_actor):
     assert sorted(batch["step_fraction"].tolist()) == pytest.approx([4 / 6] * 4 + [5 / 6] * 4)
 
 
-def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
-    """Where the current policy sampled the data, the gradient is that of -mean(A log pi)."""
-    actor = make_actor()
-    batch = prepare(actor, make_batch(), drift=0.0)
-    stats = actor.ppo_update(batch)
-    (-(batch["advantages"] * plain_logp(plain, batch)).sum() / batch["loss_mask"].sum()).backward()
-    assert_same({n: p.grad for n, p in plain.named_parameters()}, gradients(actor), atol=1e-6)
-    assert stats["clip_frac"] == 0
-    assert stats["behave_weight_mean"] == pytest.approx(1)
-    assert stats["behave_ess"] == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_checkpointed_layer_runs_again_and_drops_nothing_out(make_actor, tmp_path, name):
     """It computes again in the backward pass, and needs no training mode, in which some models
