@@ -59,10 +59,6 @@ def plain_logp(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return logp
 
 
-def loss_tensors(batch: dict[str, Tensor]) -> list[Tensor]:
-    return [batch[k] for k in ("prox_logp", "logprobs", "advantages", "loss_mask")]
-
-
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -178,7 +174,8 @@ def test_the_gradient_is_the_plain_models(make_actor, plain, changes):
     stats = actor.ppo_update(batch)
 
     logp = plain_logp(plain, batch)
-    loss, expected = ppo_actor_loss_fn(logp, *loss_tensors(batch), behave_imp_weight_cap=1.5)
+    tensors = [batch[k] for k in ("prox_logp", "logprobs", "advantages", "loss_mask")]
+    loss, expected = ppo_actor_loss_fn(logp, *tensors, behave_imp_weight_cap=1.5)
     loss.backward()
     assert stats["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert stats["dropped_share"] == pytest.approx(expected["dropped_share"].item()) != 0
