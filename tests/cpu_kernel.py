@@ -48,18 +48,9 @@ def refuse(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    others: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool = False,
-    scale: float = 0.0,
-    window: Any = None,
-    *_: Any,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, others: Tensor, *more: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    max_q, max_k, causal, scale, window, *_ = more
     refuse(q, k, v, bounds, others, (max_q, max_k))
     assert causal
     assert window == [-1, 0]
@@ -69,16 +60,9 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    bounds: Tensor,
-    *more: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *more: Any
 ) -> tuple[Tensor, ...]:
-    scale, window = more[-2:]
+    bounds, *_, scale, window = more
     assert window == [-1, 0]
     p, _ = probabilities(q, k, bounds, scale)
     grad_p = torch.einsum("qhd,khd->hqk", grad.float(), for_each_head(v, q))

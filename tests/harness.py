@@ -106,15 +106,15 @@ class Connection:
     ) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.gone = asyncio.Event()
-        self._inbox = [{"type": "http.request", "body": orjson.dumps(body), "more_body": False}]
+        self.unread = [{"type": "http.request", "body": orjson.dumps(body), "more_body": False}]
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
         call = harness.app(scope | {"headers": raw}, self._receive, self.pieces.put)  # type: ignore[arg-type]
         self.task = asyncio.ensure_future(call)
 
     async def _receive(self) -> dict[str, Any]:
-        if self._inbox:
-            return self._inbox.pop()
+        if self.unread:
+            return self.unread.pop()
         await self.gone.wait()
         return {"type": "http.disconnect"}
 

@@ -38,9 +38,8 @@ class Reads:
         assert str(mine.base_url).rstrip("/") == base_url
         assert (mine.api_key, theirs.api_key) == (api_key, api_key)
         assert str(theirs.base_url).rstrip("/") + "/v1" == base_url
-        assert (
-            httpx.get(base_url.rpartition("/")[0].rpartition("/")[0] + "/health").status_code == 200
-        )
+        proxy = base_url.removesuffix("/v1").rpartition("/")[0]
+        assert httpx.get(proxy + "/health").status_code == 200
         mine.chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=1)
         return 1.0
 

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -33,26 +32,12 @@ def accept_once(_: Any) -> bool:
     return next(groups) == 0
 
 
-class NaNAgent(GuessAgent):
-    """Its rewards are NaN."""
-
-    async def run(self, *args: Any, **extra_kwargs: Any) -> float:
-        return await super().run(*args, **extra_kwargs) * float("nan")
-
-
 class RaisingAgent(GuessAgent):
     """Raises after its game, each time with other digits in the message."""
 
     async def run(self, *args: Any, **extra_kwargs: Any) -> float:
         await super().run(*args, **extra_kwargs)
         raise OSError(f"no board {id(args)}")
-
-
-class ExitingAgent(GuessAgent):
-    """Calls sys.exit."""
-
-    async def run(self, *args: Any, **extra_kwargs: Any) -> float:
-        sys.exit("enough")
 
 
 class ForkingAgent(GuessAgent):

@@ -28,9 +28,8 @@ def main() -> None:
             found = False
             os.kill(os.getpid(), int(number))
         if text.startswith(beginning):
-            found = (
-                True  # the signal waits until `print` writes the end of the line, in a second call
-            )
+            # The signal waits until `print` writes the end of the line, in a second call.
+            found = True
         return written
 
     sys.stdout.write = watched_write  # type: ignore[method-assign]

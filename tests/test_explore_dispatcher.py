@@ -84,15 +84,9 @@ def test_a_planted_error_is_found_by_name(
     wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS, "executor": EXECUTOR}
     wrong[module.__name__.rpartition(".")[2]] = mutant(module, line, changed)
     kills, slips = 2 * (name in ("restart", "data")), 2 * (name == "kept")
-    bounds = Bounds(
-        eta=1 + (name == "data"),
-        concurrent=9 if name == "restart" else 2,
-        versions=4,
-        rejections=0 if kills or slips else 1,
-        kills=kills,
-        withdrawals=int("withdrawn" in line),
-        slips=slips,
-    )
+    eta, concurrent = 1 + (name == "data"), 9 if name == "restart" else 2
+    rejections, withdrawals = int(not kills and not slips), int("withdrawn" in line)
+    bounds = Bounds(eta, 1, concurrent, 4, rejections, kills, withdrawals, slips)
     story = find_error(DispatchMachine(mode, bounds, **wrong), name)
     assert "1. start" in story
     assert "in  version 0" in story

@@ -68,17 +68,6 @@ def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch
     assert figures.draw_tree() != before
 
 
-def test_a_synchronous_timeline_never_generates_while_it_trains() -> None:
-    """In the synchronous timeline, no group runs while the trainer trains. In the asynchronous
-    timeline, groups run during training."""
-
-    def overlaps(run: dict[str, Any]) -> bool:
-        return any(a < end and begin < b for begin, end in run["trains"] for a, b in run["groups"])
-
-    assert not overlaps(figures.simulate_run(0))
-    assert overlaps(figures.simulate_run(2))
-
-
 def test_the_times_of_a_run_are_read(tmp_path: Path) -> None:
     """`read_run` takes groups, steps and updates from trace.json, and the versions of trained
     tokens from tokens/."""

@@ -15,7 +15,7 @@ import httpx
 import orjson
 import pytest
 from conftest import ROOT
-from harness import ADMIN, HELLO, Harness, reply_message, sdk, tool, with_template
+from harness import ADMIN, HELLO, Connection, Harness, reply_message, sdk, tool, with_template
 from runs import begin
 
 import calls.sessions
@@ -278,18 +278,9 @@ async def test_an_offer_of_another_protocol_is_refused(start: Start) -> None:
 @pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])
 async def test_without_a_session_no_body_is_read(start: Start, path: str) -> None:
     """A stranger cannot make the proxy work."""
-    harness, sent, reads = start(), [], []
-
-    async def receive() -> dict[str, Any]:
-        reads.append(path)
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": f"/nobody/{path}", "query_string": b""}
-    await harness.app(scope | {"headers": []}, receive, send)
-    assert (sent[0]["status"], reads) == (404, [])
+    call = Connection(start(), f"/nobody/{path}", {})
+    assert (await call.status(), len(call.unread)) == (404, 1)
+    await call.rest()
 
 
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start) -> None:
@@ -357,19 +348,6 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
     assert health == {"status": "ok", "sessions": 2, "capacity": 0}
 
 
-async def test_no_work_after_the_end(start: Start) -> None:
-    """Calls and rewards get status 410."""
-    harness = start()
-    session = await harness.start()
-    await harness.chat(session, HELLO)
-    for _ in range(2):
-        ended = await harness.post(f"/{session}/rl/end_session")
-        assert ended.json() == {"interaction_count": 1, "rewarded_count": 0}
-    bodies: Any = {"v1/chat/completions": {"messages": HELLO}, "rl/set_reward": {"reward": 1}}
-    for path, body in bodies.items():
-        assert (await harness.post(f"/{session}/{path}", body)).status_code == 410
-
-
 @pytest.mark.parametrize(("bound", "most"), [("MAX_CALLS", 2), ("MAX_BYTES", 300)])
 async def test_a_session_has_a_bound(
     start: Start, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
@@ -411,20 +389,27 @@ async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("discard", [True, False])
-async def test_the_end_of_a_session_cancels_its_generations(start: Start, discard: bool) -> None:
-    """A call that is running gets status 410 and is not exported."""
+async def test_no_work_after_the_end(start: Start, discard: bool) -> None:
+    """A call that is running gets status 410 and is not exported. So do later calls and rewards, or
+    404 if the session was discarded."""
     harness = start()
     session = await harness.start()
+    await harness.chat(session, HELLO)
+    harness.engine.started.clear()
     harness.engine.hold = asyncio.Event()
-    call = asyncio.ensure_future(
-        harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO})
-    )
+    call, body = f"/{session}/v1/chat/completions", {"messages": HELLO}
+    running = asyncio.ensure_future(harness.post(call, body))
     await harness.engine.started.wait()
-    ended = await harness.post(f"/{session}/rl/end_session", {"discard": discard})
-    assert ended.json() == {"interaction_count": 0, "rewarded_count": 0}
-    assert (await asyncio.wait_for(call, timeout=30)).status_code == 410
+    for code in (200, 404 if discard else 200):
+        ended = await harness.post(f"/{session}/rl/end_session", {"discard": discard})
+        assert ended.status_code == code
+        counts = {"interaction_count": 1, "rewarded_count": 0}
+        assert code == 404 or ended.json() == counts
+    assert (await asyncio.wait_for(running, timeout=30)).status_code == 410
     assert harness.engine.cancelled.is_set()
-    assert len(harness.proxy.sessions) == (not discard)
+    later = [await harness.post(call, body)]
+    later.append(await harness.post(f"/{session}/rl/set_reward", {"reward": 1}))
+    assert [answer.status_code for answer in later] == [404 if discard else 410] * 2
 
 
 # ---- the process

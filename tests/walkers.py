@@ -1,12 +1,10 @@
 """Workflows for tests of whole runs."""
 
-import asyncio
 import json
 import random
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.guess import GuessAgent
 from tasks.maze import CELLS
 from workflow import EpisodeResult, RLVRWorkflow, workflow_context
 
@@ -42,15 +40,6 @@ class Moody(RLVRWorkflow):
             prompt = f"from {random.choice([*CELLS])} to a1"
             data["messages"] = [{"role": "user", "content": prompt}]
         return await super().arun_episode(engine, data)
-
-
-class FirstBatchAgent:
-    """Plays the games of the first batch (six groups); later ones never end."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        if (workflow_context.get().task_id or 0) >= 6:
-            await asyncio.Event().wait()
-        return await GuessAgent().run(data, **extra_kwargs)
 
 
 def has_signal(trajectory: dict[str, Any]) -> bool:

@@ -139,14 +139,6 @@ async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> N
     assert [interaction.turn for interaction in client.cache.values()] == [0, 1]
 
 
-async def test_clients_do_not_share_a_session(direct: Any) -> None:
-    """Each has a tree of its own."""
-    (one, _), (two, _) = direct(), direct()
-    completion = await say(one, "hello")
-    assert list(one.cache) == [completion.id]
-    assert not two.cache
-
-
 # ---- where AReaL's own client fails (docs/differences.md)
 
 

@@ -356,43 +356,25 @@ def test_structured_output_is_one_schema(fields: dict[str, Any], schema: Any) ->
 
 # What is refused, used or ignored
 
-WRONG: dict[str, list[Any]] = {
-    "n": [0, 2, 1.5],
-    "stream": ["yes"],
+WRONG: dict[str, list[Any]] = {"n": [0, 2, 1.5], "stream": ["yes"], "seed": [1.5], "system": [3]}
+WRONG |= {"temperature": [-1, "hot", True], "top_p": [0, 1.5], "top_k": [0.5, 2**63, 2**31]}
+WRONG |= {"presence_penalty": [2.5], "frequency_penalty": [3], "min_p": [0.1]}
+WRONG |= {"max_tokens": [0, 2**31], "max_completion_tokens": [2**63, "many"]}
+WRONG |= {"max_output_tokens": [0], "stop": [[""], {"a": 1}], "stop_sequences": [[3]]}
+WRONG |= {"stop_token_ids": [["a"]], "guided_choice": [["a"]], "logit_bias": [{"5": 1}]}
+WRONG |= {"logprobs": [True], "top_logprobs": [5], "background": [True], "container": ["c"]}
+WRONG |= {"chat_template": ["{{ messages }}"], "chat_template_kwargs": [[1]]}
+WRONG |= {"functions": [[{"name": "f"}]], "mcp_servers": [[{"url": "x"}]]}
+WRONG |= {"previous_response_id": [3, "resp_no", "nonsense"], "conversation": ["conv_1"]}
+WRONG |= {"response_format": ["json", {"type": "grammar"}, {"type": "json_schema"}]}
+WRONG |= {
     "tools": [{"f": 1}, ["f"], [{"type": "function"}], [{"function": {"name": 3}}]],
+    "prompt": [{"id": "p"}],
+    "thread": [{"type": "continue", "previous_message_id": "msg_ab"}, {"type": "fork"}, "t"],
     "tool_choice": [
         *("f", "required", {"type": "function", "function": {"name": "g"}}, {"type": []}, [], 3),
         *({"type": "web_search"}, {"type": "allowed_tools", "mode": "auto", "tools": []}),
     ],
-    "response_format": ["json", {"type": "grammar"}, {"type": "json_schema"}],
-    "logprobs": [True],
-    "top_logprobs": [5],
-    "logit_bias": [{"5": 1}],
-    "presence_penalty": [2.5],
-    "frequency_penalty": [3],
-    "chat_template": ["{{ messages }}"],
-    "stop_token_ids": [["a"]],
-    "guided_choice": [["a"]],
-    "functions": [[{"name": "f"}]],
-    "min_p": [0.1],
-    "background": [True],
-    "temperature": [-1, "hot", True],
-    "top_p": [0, 1.5],
-    "top_k": [0.5, 2**63, 2**31],
-    "max_tokens": [0, 2**31],
-    "max_completion_tokens": [2**63, "many"],
-    "max_output_tokens": [0],
-    "seed": [1.5],
-    "stop": [[""], {"a": 1}],
-    "stop_sequences": [[3]],
-    "chat_template_kwargs": [[1]],
-    "previous_response_id": [3, "resp_no", "nonsense"],
-    "conversation": ["conv_1"],
-    "prompt": [{"id": "p"}],
-    "thread": [{"type": "continue", "previous_message_id": "msg_ab"}, {"type": "fork"}, "t"],
-    "mcp_servers": [[{"url": "x"}]],
-    "container": ["c"],
-    "system": [3],
     "messages": [
         *([], None, "hello", [3]),
         [{"content": "hello"}],
@@ -468,19 +450,6 @@ def test_arguments_that_are_no_json_stay_text(text: str) -> None:
     message = assistant(text)
     assert normal(message)["tool_calls"][0]["function"]["arguments"] == text
     assert canonical(message) == canonical(copy.deepcopy(message))
-
-
-def test_what_is_nested_too_deeply_is_refused() -> None:
-    """No client could read it again, and no template, wherever it stands."""
-    deep: Any = {}
-    for _ in range(1000):
-        deep = {"a": deep}
-    function = {"name": "f", "parameters": deep}
-    fields: Any = {"chat_template_kwargs": deep, "top_k": deep, "metadata": deep}
-    fields |= {"messages": [assistant(deep)], "tools": [TOOL | {"function": function}]}
-    for name, value in fields.items():
-        with pytest.raises(Refusal, match=r"^body"):
-            ask(**{name: value})
 
 
 # References

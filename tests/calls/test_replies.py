@@ -173,19 +173,11 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
     may be null."""
     reply = whole("chat/completions", said("hi"), "length")
     assert reply.pop("created") > 0
-    assert reply == {
-        "id": "chatcmpl-ab12",
-        "object": "chat.completion",
-        "model": "m",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "hi"},
-                "finish_reason": "length",
-            }
-        ],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
-    }
+    head = {"id": "chatcmpl-ab12", "object": "chat.completion", "model": "m"}
+    message = {"role": "assistant", "content": "hi"}
+    choice = {"index": 0, "message": message, "finish_reason": "length"}
+    usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert reply == head | {"choices": [choice], "usage": usage}
     only_calls = whole("chat/completions", said("", *CALLS))
     assert nulls(only_calls) == [".choices.0.message.content"]
     assert only_calls["choices"][0]["finish_reason"] == "tool_calls"
@@ -208,20 +200,12 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 def test_a_message_has_all_that_strict_clients_read() -> None:
     """A reply in Anthropic's Messages protocol has `role`, `type`, `id`, `usage` and
     `stop_reason`."""
-    reply = whole("messages")
-    assert reply == {
-        "id": "msg_ab12",
-        "type": "message",
-        "role": "assistant",
-        "model": "m",
-        "content": [
-            {"type": "text", "text": "Let me see."},
-            {"type": "tool_use", "id": "call_ab12_0", "name": "f", "input": {"a": "Zürich\u2028"}},
-            {"type": "tool_use", "id": "call_ab12_1", "name": "g", "input": {}},
-        ],
-        "usage": {"input_tokens": 2, "output_tokens": 3},
-        "stop_reason": "tool_use",
-    }
+    head = {"id": "msg_ab12", "type": "message", "role": "assistant", "model": "m"}
+    use = {"type": "tool_use", "id": "call_ab12_0", "name": "f", "input": {"a": "Zürich\u2028"}}
+    uses = [use, use | {"id": "call_ab12_1", "name": "g", "input": {}}]
+    content = [{"type": "text", "text": "Let me see."}, *uses]
+    end = {"usage": {"input_tokens": 2, "output_tokens": 3}, "stop_reason": "tool_use"}
+    assert whole("messages") == head | {"content": content} | end
     reasons = [whole("messages", said("hi"), end)["stop_reason"] for end in ("stop", "length")]
     assert reasons == ["end_turn", "max_tokens"]
 

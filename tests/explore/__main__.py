@@ -2,76 +2,56 @@
 
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from . import dispatcher, turns, updates
 from .search import explore, walk
 
-MODES = dispatcher.MODES
-CASES: list[
-    tuple[str, Callable[..., Any], tuple[Any, ...]]
-] = [  # cases of the search; the slowest cases come first
-    *(
-        ("dispatcher", dispatcher.DispatchMachine, (mode, b))
-        for b in dispatcher.LARGE
-        for mode in reversed(MODES)
-    ),
-    *(("turns", turns.TurnMachine, (b,)) for b in turns.LARGE),
-    *(("updates", updates.UpdateMachine, (b,)) for b in updates.LARGE),
-]
-WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
-    *(
-        ("dispatcher", dispatcher.DispatchMachine, (mode, b))
-        for b in dispatcher.FAR
-        for mode in MODES
-    ),
-    *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
-    *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
-]
+COMMANDS = {"--large": "LARGE", "--walk": "FAR"}  # and the bounds that each takes
 SEEDS, LENGTH = range(20), 2000  # seeds of the random walks, and number of events in each walk
+Case = tuple[str, Any, tuple[Any, ...]]  # command, state machine, its arguments
 
 
-def search(case: int) -> tuple[int, str]:
-    """Explore one case. Return the number of states, and a line that describes the search."""
-    name, machine, bounds = CASES[case]
+def cases(command: str) -> list[Case]:
+    """All cases of a command. The slowest come first."""
+    of_dispatcher, of_turns, of_updates = (
+        getattr(module, COMMANDS[command]) for module in (dispatcher, turns, updates)
+    )
+    modes = [(mode, bounds) for bounds in of_dispatcher for mode in reversed(dispatcher.MODES)]
+    return [
+        *((command, dispatcher.DispatchMachine, each) for each in modes),
+        *((command, turns.TurnMachine, (bounds,)) for bounds in of_turns),
+        *((command, updates.UpdateMachine, (bounds,)) for bounds in of_updates),
+    ]
+
+
+def run(case: Case) -> tuple[int, str]:
+    """Explore one case, or make its random walks. Return the number of states or events, and a line
+    that describes the search."""
+    command, machine, bounds = case
     began = time.process_time()
-    graph = explore(machine(*bounds), keep=False)
-    described, seconds = ", ".join(map(str, bounds)), time.process_time() - began
-    line = f"{name:<10}  {described}: {len(graph):,} states, {len(graph.sources):,} events, {seconds:.0f} s of CPU time"
-    return len(graph), line
-
-
-def stroll(case: int) -> tuple[int, str]:
-    """Make one random walk through a state machine for each seed. Return the number of events, and
-    a line that describes the walks."""
-    name, machine, bounds = WALKS[case]
-    began = time.monotonic()
-    states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)
-    described = ", ".join(map(str, bounds))
-    seconds = time.monotonic() - began
-    events = len(SEEDS) * LENGTH
-    return events, f"{name:<10}  {described}: {events:,} events, {states:,} states, {seconds:.0f} s"
+    if command == "--large":
+        graph = explore(machine(*bounds), keep=False)
+        states, events = len(graph), len(graph.sources)
+    else:
+        states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)
+        events = len(SEEDS) * LENGTH
+    seconds, described = time.process_time() - began, ", ".join(map(str, bounds))
+    line = f"{machine.__name__}, {described}: {states:,} states, {events:,} events, {seconds:.0f} s"
+    return states if command == "--large" else events, line
 
 
 def main(argv: list[str]) -> None:
-    if argv not in (["--large"], ["--walk"]):
+    if len(argv) != 1 or argv[0] not in COMMANDS:
         raise SystemExit("python -m tests.explore --large or --walk")
     began, total = time.monotonic(), 0
     with ProcessPoolExecutor(2) as pool:
-        jobs = (
-            pool.map(search, range(len(CASES)))
-            if argv == ["--large"]
-            else pool.map(stroll, range(len(WALKS)))
-        )
-        for count, line in jobs:
+        for count, line in pool.map(run, cases(argv[0])):
             total += count
             print(line, flush=True)
-    unit = "states" if argv == ["--large"] else "events"
-    print(
-        f"{total:,} {unit} in {time.monotonic() - began:.0f} s on two cores; every property holds"
-    )
+    unit, seconds = "states" if argv == ["--large"] else "events", time.monotonic() - began
+    print(f"{total:,} {unit} in {seconds:.0f} s on two cores; every property holds")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """StillLoop is an asyncio event loop without sockets, threads and real waiting. A state machine
 (search.py) decides the order of the events.
 
-`run` calls every callback that is ready, and returns when no callback is ready. If asyncio would
-call a function in a thread, the loop puts the function into the list `threads`, and calls it when
-the state machine calls `run_thread`. Time stands still until
-`pass_time`, which fires the timers that are due.
+`run` calls every callback that is ready, and returns when no callback is ready. Time stands still
+until `pass_time`, which fires the timers that are due.
 """
 
 import asyncio
 from asyncio import events
-from collections.abc import Callable
 from typing import Any
 
 
@@ -20,8 +17,6 @@ class StillLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._selector = self
         self.now = 0.0
-        # functions that wait for `run_thread`, and their futures
-        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
@@ -37,23 +32,6 @@ class StillLoop(asyncio.BaseEventLoop):
         """Let time pass. The timers that are due fire in the next `run`."""
         self.now += seconds
         self.call_soon(lambda: None)
-
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Any, func: Any, *args: Any
-    ) -> Any:
-        future = self.create_future()
-        self.threads.append((future, lambda: func(*args)))
-        return future
-
-    def run_thread(self) -> None:
-        """Call the oldest function in `threads`, and store its result or exception in its
-        future."""
-        future, function = self.threads.pop(0)
-        if not future.done():
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
 
     def run(self) -> None:
         """Call every ready callback, until no callback is ready."""

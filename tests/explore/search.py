@@ -13,7 +13,6 @@ that have too many states for `explore`.
 """
 
 import random
-import time
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -114,14 +113,12 @@ class Graph:
     """
 
     states: list[Any] = field(default_factory=list)  # the first state with each key
-    came_by: list[Way] = field(
-        default_factory=list
-    )  # of each state, the last event that leads there
+    # of each state, the last event that leads there
+    came_by: list[Way] = field(default_factory=list)
     # numbers of the states before and after each transition
     sources: array = field(default_factory=lambda: array("I"))
     targets: array = field(default_factory=lambda: array("I"))
     goals: bytearray = field(default_factory=bytearray)  # of each state, 1 for a goal, else 0
-    seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.came_by)
@@ -130,7 +127,7 @@ class Graph:
 def explore(machine: Machine[S], keep: bool = True) -> Graph:
     """Visit all states of a state machine. If a state violates a property, raise Broken with the
     shortest series of events that leads to such a state."""
-    began, graph = time.monotonic(), Graph()
+    graph = Graph()
     numbers: dict[Hashable, int] = {}  # for each key, the number of its state
     queue: deque[tuple[int, S]] = deque()
 
@@ -164,7 +161,6 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
         ends = [number for number in lost if number not in moves]  # no event leads away
         told = story(machine, events_to(graph, graph.came_by[(ends or lost)[0]]))
         raise Broken("deadlock", f"no goal can be reached after these events:\n{told}")
-    graph.seconds = time.monotonic() - began
     return graph
 
 

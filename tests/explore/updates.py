@@ -283,12 +283,8 @@ class World(engine.Hooks):
         )
         run = SimpleNamespace(actor=actor, engine=rollout)
         trainer: Any = SimpleNamespace(run=run, meta=WeightUpdateMeta(path=path))
-        rollout.dispatcher = SimpleNamespace(
-            pause=lambda: None,
-            resume=lambda: None,
-            destroy=lambda: None,
-            on_new_version=self.on_new_version,
-        )
+        nothing = dict.fromkeys(("pause", "resume", "destroy"), lambda: None)
+        rollout.dispatcher = SimpleNamespace(**nothing, on_new_version=self.on_new_version)
         try:
             for version in range(1, self.bounds.versions + 1):
                 self.wait_for_trainer("trains", None)

@@ -147,20 +147,16 @@ def test_variants_combine():
 
 def test_an_uninformative_group_is_one_without_an_advantage():
     """`informative` is True exactly where some advantage is not 0."""
+    one, two, other = (1.0, 3, True), (0.5, 2, True), (0.2, 1, True)
+    unseen = [(reward, 3, False) for reward in (1.0, 0.0)]
     groups = {
-        "equal": [[(1.0, 3, True)], [(1.0, 2, True)]],
-        "different": [[(1.0, 3, True)], [(0.0, 2, True)]],
-        "different turns, each equal": [
-            [(1.0, 3, True), (0.5, 2, True)],
-            [(1.0, 2, True), (0.5, 1, True)],
-        ],
-        "only the second turn differs": [
-            [(1.0, 3, True), (0.5, 2, True)],
-            [(1.0, 2, True), (0.2, 1, True)],
-        ],
-        "one member": [[(1.0, 3, True)]],
-        "differs where nothing is trained": [[(1.0, 3, True), (5.0, 2, False)], [(1.0, 3, True)]],
-        "nothing trained": [[(1.0, 3, False)], [(0.0, 3, False)]],
+        "equal": [[one], [(1.0, 2, True)]],
+        "different": [[one], [two]],
+        "different turns, each equal": [[one, two], [(1.0, 2, True), (0.5, 1, True)]],
+        "only the second turn differs": [[one, two], [one, other]],
+        "one member": [[one]],
+        "differs where nothing is trained": [[one, unseen[1]], [one]],
+        "nothing trained": [[unseen[0]], [unseen[1]]],
     }
     found = []
     for name, members in groups.items():

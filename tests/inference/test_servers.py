@@ -1,11 +1,11 @@
 """Which server gets a request, and which of its answers are believed.
 
-Most servers here are scripted (`Machines`). The last test kills a real one that is generating.
+Servers that restart, or run ahead of the trainer, are in tests/explore/updates.py. The last test
+kills a real one that is generating.
 """
 
 import asyncio
 import sys
-import threading
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +16,6 @@ import pytest
 from conftest import server_process
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import generated
 
 from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest
@@ -42,57 +41,6 @@ def test_groups_are_spread_evenly(first: int, groups: int, count: int):
 
 
 # What is believed
-
-
-class Machines:
-    """Two scripted servers, a and b, each with the version of its weights."""
-
-    def __init__(self, a: Any, b: Any) -> None:
-        self.versions = {"a": a, "b": b}
-        self.asked: list[str] = []
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.host
-        if request.url.path != "/generate":
-            return httpx.Response(500 if self.versions[host] is None else 200, json={})
-        self.asked.append(host)
-        return generated([7], spans=[(self.versions[host], 1)])
-
-    def engine(self) -> RemoteInfEngine:
-        async def sleep(_: float) -> None: ...
-
-        return RemoteInfEngine([A, B], transport=httpx.MockTransport(self), sleep=sleep)
-
-
-def ask(engine: RemoteInfEngine, task: str = "s") -> list[int]:
-    request = ModelRequest([1], call=f"{task}.0")
-    return asyncio.run(engine.agenerate(request)).output_versions
-
-
-FIRST, SECOND = (url[-1] for url in rank_servers([A, B], "s"))  # in the order of session "s"
-
-
-def test_a_server_that_was_restarted_is_caught_by_its_tokens() -> None:
-    """It has version 0 again, so its tokens are refused, and the next server is asked."""
-    machines = Machines(a=7, b=7)
-    engine = machines.engine()
-    assert ask(engine) == [7]
-    machines.versions[FIRST] = 0
-    assert ask(engine) == [7]
-    assert machines.asked == [FIRST, FIRST, SECOND]
-
-
-def test_a_version_above_the_trainers_is_refused() -> None:
-    """After set_version(7), a token of version 8 is believed only once the trainer has 8."""
-    machines = Machines(a=7, b=7)
-    engine = machines.engine()
-    engine.set_version(7)
-    machines.versions[FIRST] = 8
-    assert ask(engine) == [7]
-    assert engine.servers.newest == 7
-    engine.set_version(8)
-    assert ask(engine) == [8]
-    assert machines.asked == [FIRST, SECOND, FIRST]
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
@@ -137,24 +85,17 @@ def test_kill_one_of_two_in_the_midst_of_generation(tiny_model_dir: Path) -> Non
         urls = [url for url, _ in started]
         engine = RemoteInfEngine(urls)
         engine.initialize()
-        responses: dict[int, Any] = {}
+        gconfig = GenerationHyperparameters(max_new_tokens=LONG)
+        requests = [ModelRequest([5, 6, 7], call=f"{k}-0.0", gconfig=gconfig) for k in range(12)]
 
-        async def generate(k: int) -> None:
-            gconfig = GenerationHyperparameters(max_new_tokens=LONG)
-            request = ModelRequest([5, 6, 7], call=f"{k}-0.0", gconfig=gconfig)
-            responses[k] = await engine.agenerate(request)
+        async def kill_in_the_midst() -> list[Any]:
+            answers = asyncio.gather(*map(engine.agenerate, requests))
+            while not (await engine.servers.call(urls[0] + "/model_info"))["running"]:
+                assert not answers.done()
+            started[0][1].kill()
+            return await answers
 
-        async def generate_all() -> None:
-            await asyncio.gather(*(generate(k) for k in range(12)))
-
-        thread = threading.Thread(target=lambda: asyncio.run(generate_all()))
-        thread.start()
-        while httpx.get(urls[0] + "/model_info", trust_env=False).json()["running"] == 0:
-            assert thread.is_alive()
-        started[0][1].kill()
-        thread.join(timeout=120)
-        assert sorted(responses) == list(range(12))
-        for response in responses.values():
+        for response in asyncio.run(kill_in_the_midst()):
             assert response.output_len == LONG or response.stop_reason == "stop"
         with pytest.raises(EngineError, match=urls[0]):
             engine.pause()

@@ -1,27 +1,21 @@
 """New weights reach every server wholly or not at all; none goes while a server reads it."""
 
-import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, make_byte_model
 from safetensors.torch import load_file
 from trainers import make_family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference import weights
-from inference.weights import WeightUpdateMeta, join_group, named_buckets, send, write_checkpoint
+from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
 from run.config import PPOActorConfig
 from training.actor import FSDPEngine, FSDPPPOActor
 
@@ -174,17 +168,15 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
 
 class Meeting:
     """A process group in which every collective operation waits, as in NCCL, until the trainer and
-    all servers have entered it."""
+    the servers have entered it."""
 
-    def __init__(self, servers: int) -> None:
-        self.barrier = threading.Barrier(1 + servers, timeout=10)  # wait() raises if one is missing
-        self.pool = ThreadPoolExecutor(servers)
-        self.servers = servers
-        self.done: list[str] = []  # what all have entered
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=10)  # wait() raises if one side is missing
+        self.done: list[str] = []  # what both have entered
         self.asked: list[str] = []
 
     def enter(self, name: str) -> None:
-        if self.barrier.wait() == 0:  # in exactly one of the waiting threads
+        if self.barrier.wait() == 0:  # in exactly one of the two threads
             self.done.append(name)
 
     # The trainer's side
@@ -204,36 +196,27 @@ class Meeting:
 
     def post_all(self, path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         self.asked.append(path)
-        collectives = {
-            "/init_weights_update_group": ["create"],
-            "/update_weights_from_distributed": ["broadcast"] * len((body or {}).get("names", ()))
-            if isinstance(body, dict)
-            else [],
-            "/destroy_weights_update_group": ["destroy"],
-        }
-        for name in collectives.get(path, []):
-            list(self.pool.map(self.enter, [name] * self.servers))
-        return [{"tp_size": 1, "device": "cpu"}] * self.servers
+        if path == "/init_weights_update_group":
+            self.enter("create")
+        elif path == "/update_weights_from_distributed":
+            for _ in body["names"]:
+                self.enter("broadcast")
+        elif path == "/destroy_weights_update_group":
+            self.enter("destroy")
+        return [{"tp_size": 1, "device": "cpu"}] * 2
 
 
 def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
     """Trainer and servers enter each collective together, the broadcasts inside a session."""
-    meeting = Meeting(2)
+    meeting = Meeting()
     monkeypatch.setattr(weights, "join_group", meeting.join)
     buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]
     send(WeightUpdateMeta(mode="distributed", version=1), meeting.post_all, iter(buckets))
     assert meeting.done == ["create", "broadcast", "broadcast", "broadcast", "destroy"]
-    assert meeting.asked == [
-        "/update_weight_version",
-        "/server_info",
-        "/init_weights_update_group",
-        "/begin_weight_update",
-        *["/update_weights_from_distributed"] * 2,
-        "/end_weight_update",
-        "/destroy_weights_update_group",
-        "/update_weight_version",
-    ]
-    meeting.pool.shutdown()
+    join = ["/update_weight_version", "/server_info", "/init_weights_update_group"]
+    update = ["/begin_weight_update", *["/update_weights_from_distributed"] * 2]
+    end = ["/end_weight_update", "/destroy_weights_update_group", "/update_weight_version"]
+    assert meeting.asked == join + update + end
 
 
 def test_a_server_that_refuses_the_group_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -247,98 +230,3 @@ def test_a_server_that_refuses_the_group_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(weights, "UPDATE_TIMEOUT", 1.0)
     with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
         send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
-
-
-class Receiver(BaseHTTPRequestHandler):
-    """A server that joins the trainer's group and keeps what is broadcast, as SGLang does."""
-
-    group: Any = None
-    received: ClassVar[dict[str, torch.Tensor]] = {}
-    labels: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.reply({"tp_size": 1, "device": "cpu"})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/init_weights_update_group":
-            where = [body[key] for key in ("master_address", "master_port", "rank_offset")]
-            names = [body[key] for key in ("world_size", "group_name", "backend")]
-            type(self).group = join_group(*where, *names)
-        elif self.path == "/update_weights_from_distributed":
-            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"]):
-                self.received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-                self.group.broadcast(self.received[name], 0).wait()
-        elif self.path == "/update_weight_version":
-            self.labels.append(body["new_version"])
-        self.reply({"success": True})
-
-    def reply(self, body: dict[str, Any]) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-RANKS = """
-import gc, sys, torch
-from pathlib import Path
-from engine import RemoteInfEngine
-from inference import weights
-from run.config import PPOActorConfig
-from training.actor import FSDPPPOActor
-
-url, model_path, folder = sys.argv[1:]
-torch.set_num_threads(1)
-weights.named_buckets.__defaults__ = (8.0,)
-trainer = FSDPPPOActor(PPOActorConfig(), model_path)
-trainer.create_process_group()
-trainer.initialize(max_steps=1)
-with torch.no_grad():
-    for parameter in trainer.model.parameters():
-        parameter.mul_(0.5)
-meta = weights.WeightUpdateMeta(mode="distributed")
-trainer.connect_engine(RemoteInfEngine([url]) if trainer.rank == 0 else None, meta)
-
-def memory(key):
-    lines = open("/proc/self/status")
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
-
-for version in (1, 2):  # the first update also loads libraries and starts threads
-    gc.collect()
-    open("/proc/self/clear_refs", "w").write("5")  # reset the peak of memory use
-    before = memory("VmRSS")
-    trainer.update_weights(meta.with_version(version))
-Path(folder, f"growth-{trainer.rank}").write_text(str(memory("VmHWM") - before))
-trainer.destroy()
-"""
-
-
-@pytest.mark.runs
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
-    """Sending 50 MiB in buckets of 8 MiB costs no rank more than two buckets."""
-    path = make_byte_model(tmp_path / "model", layers=8, width=512)
-    (tmp_path / "ranks.py").write_text(RANKS)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    serving = threading.Thread(target=server.serve_forever)
-    serving.start()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "ranks.py"), f"http://127.0.0.1:{server.server_port}"]
-    command += [str(path), str(tmp_path)]
-    # So glibc returns the memory of freed tensors to the system.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200}
-    ranks = subprocess.run(command, cwd=ROOT, env=environment, **pipes)
-    server.shutdown()
-    serving.join()
-    server.server_close()
-    assert ranks.returncode == 0, ranks.stderr[-3000:]
-    growth = [float((tmp_path / f"growth-{rank}").read_text()) for rank in range(2)]
-    assert max(growth) < 2 * 8, growth
-    source = load_file(path / "model.safetensors")
-    assert sum(tensor.numel() * 4 for tensor in source.values()) / 2**20 > 45
-    assert Receiver.received.keys() == source.keys()
-    assert all(torch.equal(Receiver.received[name], source[name] * 0.5) for name in source)
-    assert Receiver.labels == ["1-incomplete", "1", "2-incomplete", "2"]

@@ -88,7 +88,7 @@ def test_every_loader_goes_on_where_it_was(make: Make) -> None:
 
 def test_every_sample_is_served_by_the_arguments_that_drew_it(make: Make) -> None:
     """Workflow, its arguments and group size are those of the call that drew the sample."""
-    executor, data = make(), loader(SAMPLES)
+    executor, data = make(gconfig=GenerationHyperparameters(n_samples=9)), loader(SAMPLES)
     rows = []
     for step in range(4):
         batch = executor.prepare_batch(data, Echo, {"name": step}, group_size=1 + step)
@@ -123,14 +123,15 @@ def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make, accept
 
 
 def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
-    """Its group is accepted without it."""
+    """Its group is accepted without it. gconfig.n_samples is the size of a group, unless the call
+    says another."""
 
     def fail(engine: Any, data: dict, traj: dict) -> None:
         if workflow_context.get().sample_idx == 1:
             raise ValueError("no tool")
 
-    executor = make()
-    batch = executor.prepare_batch(loader(SAMPLES), Does(fail), group_size=3)
+    executor = make(gconfig=GenerationHyperparameters(n_samples=3))
+    batch = executor.prepare_batch(loader(SAMPLES), Does(fail))
     assert batch["input_ids"][:, :2].tolist() == [[1, 0], [1, 2], [2, 0], [2, 2]]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, failed_members=2)
 
@@ -141,14 +142,6 @@ def test_a_dataloader_has_samples_and_the_batch_that_the_gate_counts(make: Make)
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="the dataloader is empty"):
         make().prepare_batch(loader([]), Echo())
-
-
-@pytest.mark.parametrize(("given", "rows"), [(None, 3), (2, 2)])
-def test_the_size_of_a_group(make: Make, given: Any, rows: int) -> None:
-    """It is that of the call, else gconfig.n_samples."""
-    executor = make(gconfig=GenerationHyperparameters(n_samples=3))
-    batch = executor.prepare_batch(loader(SAMPLES), Echo(), group_size=given)
-    assert len(batch["rewards"]) == 2 * rows
 
 
 # ---------------------------------------------------------------- restarts

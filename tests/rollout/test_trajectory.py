@@ -1,5 +1,7 @@
 """Position t of every tensor of a trajectory describes token t, and padding is never trained."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -127,19 +129,10 @@ def test_old_tokens_leave_the_loss_and_are_counted() -> None:
 def test_prompt_len_ends_at_the_first_generated_token() -> None:
     """The completion contains what stands between the turns."""
     traj = complete(two_turns(), task_id=42)
-    assert [*dump_lines(traj, 42, Letters())] == [
-        {
-            "task_id": 42,
-            "sample_idx": 0,
-            "seqlen": 6,
-            "prompt_len": 2,
-            "head_version": 3,
-            "tail_version": 5,
-            "reward": 0.5,
-            "prompt": "10 11",
-            "completion": "12 13 14 15",
-        }
-    ]
+    line: dict[str, Any] = {"task_id": 42, "sample_idx": 0, "seqlen": 6, "prompt_len": 2}
+    line |= {"head_version": 3, "tail_version": 5, "reward": 0.5}
+    line |= {"prompt": "10 11", "completion": "12 13 14 15"}
+    assert [*dump_lines(traj, 42, Letters())] == [line]
 
 
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:

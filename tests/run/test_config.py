@@ -102,13 +102,6 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_key_with_dashes_is_pythons_own_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys have no dashes, so argparse refuses the word and names it."""
-    with pytest.raises(SystemExit, match="2"):
-        load(["--max_steps=5"])
-    assert "unrecognized arguments: --max_steps=5" in capsys.readouterr().err
-
-
 def test_recipes_are_found_by_name() -> None:
     """`--config gsm8k` finds configs/gsm8k.yaml, and every recipe loads."""
     assert config_of("--config", "gsm8k") == config_of("--config", "configs/gsm8k.yaml")

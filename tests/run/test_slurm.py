@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -43,14 +42,17 @@ tr , '\\n' <<< "$3"
 """
 
 
+def script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
     """Return the environment of a job with two nodes, one for the server and one for training."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        file = tmp_path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin/srun", SRUN)
+    script(tmp_path / "bin/scontrol", SCONTROL)
     here = Path(sys.executable).parent
     return {
         **os.environ,
@@ -109,8 +111,7 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     scripts = {"server": SERVER, "torchrun": 'echo "trainer with cores $CORES: $*"\nexec sleep 999'}
     scripts["health"] = ""  # what the server answers
     for name, text in scripts.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
-        (tmp_path / name).chmod(0o755)
+        script(tmp_path / name, f"#!/bin/sh\n{text}")
     job = cluster | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8"}
     job |= {"SERVE": f"{tmp_path}/server", "PORT": str(two_free_ports())}
     job |= {"TORCHRUN": f"{tmp_path}/torchrun"}
@@ -165,7 +166,7 @@ def test_a_job_that_cannot_start_ends(
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
     """If a job is cancelled during the start of a server, the job script ends the server and
     exits."""
-    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
+    script(tmp_path / "bin/srun", "#!/bin/bash\nexec sleep 1000\n")
     job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
     while "sleep 1000" not in (found := children(job.pid)):
         assert job.poll() is None

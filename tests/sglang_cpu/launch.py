@@ -29,9 +29,8 @@ DEFAULTS = {
 FLAGS = ("--disable-cuda-graph", "--disable-overlap-schedule")
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # more OpenMP threads than cores would slow each other down
+# More OpenMP threads than cores would slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

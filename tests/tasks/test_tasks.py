@@ -112,18 +112,6 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 # ---------------------------------------------------------------- the task `guess`
 
 
-def test_three_guesses_find_one_of_six() -> None:
-    """Binary search finds each of the six secrets, with 2.33 guesses on average.
-
-    Every strategy that finds all six secrets needs at least 2.33 guesses on average. The first
-    guess of a strategy finds at most one secret, the second guess at most two, and the third guess
-    at most four.
-    """
-    found: list[int] = []
-    guess.explore(guess.binary_search, found)
-    assert sorted(found) == [1, 2, 2, 3, 3, 3]
-
-
 @given(rng=st.randoms(use_true_random=False))
 def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
     """For each secret that a strategy finds in the game, and for no other secret, `explore` reports
@@ -251,6 +239,8 @@ def test_drunkard_comes_home_sometimes() -> None:
 
 # ---------------------------------------------------------------- the task `calculator`
 
+CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "%s"}}</tool_call>'
+
 
 def test_calculator_computes_nothing_else() -> None:
     """A model may send anything; only short sums, products and quotients have a value."""
@@ -264,16 +254,15 @@ def test_calculator_computes_nothing_else() -> None:
 async def test_reward_is_a_ladder(start: Any) -> None:
     """Each step towards the right answer earns more. After a wrong value the model is not asked
     again."""
-    call = '<tool_call>{"name": "calc", "arguments": {"expression": "%s"}}</tool_call>'
     ladder = {
         0.0: ["132"],
         0.05: ["<tool_call>12*11"],
-        0.1: [call % "12"],
-        0.15: [call % "12*12"],
-        0.2: [call % "12+11"],
-        0.6: [call % "12*11", ""],
-        0.8: [call % "11*12", "132 eggs"],
-        1.0: [call % "12*11", " 132"],
+        0.1: [CALL % "12"],
+        0.15: [CALL % "12*12"],
+        0.2: [CALL % "12+11"],
+        0.6: [CALL % "12*11", ""],
+        0.8: [CALL % "11*12", "132 eggs"],
+        1.0: [CALL % "12*11", " 132"],
     }
     problem = {"question": "A box holds 12 eggs. How many do 11 boxes hold?", "answer": "132"}
     for reward, said in ladder.items():
@@ -285,11 +274,10 @@ async def test_reward_is_a_ladder(start: Any) -> None:
 @pytest.mark.anyio
 async def test_a_compound_problem_needs_two_calls(start: Any) -> None:
     """Without rungs only the end is rewarded. A wrong first value ends the episode."""
-    call = '<tool_call>{"name": "calc", "arguments": {"expression": "%s"}}</tool_call>'
     agent, problem = calculator.CalculatorAgent(True, False), calculator.compound()[0]
     _, a, b, c, _ = re.split(r"\D+", problem["question"])
-    said = [call % f"{a}*{b}", call % f"{problem['steps'][0]}-{c}", problem["answer"]]
-    for reward, answers in ((1.0, said), (0.0, [call % f"{a}+{b}"])):
+    said = [CALL % f"{a}*{b}", CALL % f"{problem['steps'][0]}-{c}", problem["answer"]]
+    for reward, answers in ((1.0, said), (0.0, [CALL % f"{a}+{b}"])):
         found, calls = await play(agent, problem, start(*answers))
         assert (found, len(calls)) == (reward, len(answers))
 

@@ -1,8 +1,10 @@
-"""Several ranks compute what one rank computes, and if one dies, all end.
+"""Several ranks compute what one rank computes, send a model that none holds, and if one dies, all
+end.
 
 torchrun starts them with gloo on this machine.
 """
 
+import gc
 import json
 import os
 import re
@@ -11,8 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainers import gradients, make_batch, parameters, prepare, start_actor
 
+from engine import RemoteInfEngine
+from inference import weights
+from inference.weights import WeightUpdateMeta, join_group
 from training.ranks import share
 
 SGD_STEPS = 5
@@ -35,7 +42,9 @@ def torchrun(n: int, *words: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # With the threshold, glibc returns the memory of freed tensors to the system.
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    return os.environ | own
 
 
 def start(n: int, *words: str) -> subprocess.Popen[str]:
@@ -105,6 +114,63 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
     actor.destroy()
 
 
+def memory(key: str) -> float:
+    """A line of /proc/self/status, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def work_send(model_dir: Path, out: Path) -> None:
+    """Send the halved model twice to the server whose URL is in `out`. Write how much memory the
+    second time needs: the first also loads libraries and starts threads."""
+    weights.named_buckets.__defaults__ = (8.0,)
+    actor, meta = start_actor(model_dir), WeightUpdateMeta(mode="distributed")
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            parameter.mul_(0.5)
+    url = (out / "url").read_text()
+    actor.connect_engine(RemoteInfEngine([url]) if actor.rank == 0 else None, meta)
+    for version in (1, 2):
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of memory use
+        before = memory("VmRSS")
+        actor.update_weights(meta.with_version(version))
+    (out / f"growth-{actor.rank}").write_text(str(memory("VmHWM") - before))
+    actor.destroy()
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """A server that joins the trainer's group and keeps what is broadcast, as SGLang does."""
+
+    group: Any = None
+    received: ClassVar[dict[str, torch.Tensor]] = {}
+    labels: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.reply({"tp_size": 1, "device": "cpu"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/init_weights_update_group":
+            where = [body[key] for key in ("master_address", "master_port", "rank_offset")]
+            names = [body[key] for key in ("world_size", "group_name", "backend")]
+            type(self).group = join_group(*where, *names)
+        elif self.path == "/update_weights_from_distributed":
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"]):
+                self.received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self.group.broadcast(self.received[name], 0).wait()
+        elif self.path == "/update_weight_version":
+            self.labels.append(body["new_version"])
+        self.reply({"success": True})
+
+    def reply(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
 # ---- the tests
 
 
@@ -152,6 +218,30 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(tiny_model_dir: Path, tmp_pa
     assert two["steps"] == 1
     for name, tensor in two.items():
         torch.testing.assert_close(one[name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.runs
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path) -> None:
+    """Sending 50 MiB in buckets of 8 MiB costs no rank more than two buckets."""
+    path = make_byte_model(tmp_path / "model", layers=8, width=512)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    (tmp_path / "url").write_text(f"http://127.0.0.1:{server.server_port}")
+    try:
+        run_ranks(2, "work_send", path, tmp_path)
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    growth = [float((tmp_path / f"growth-{rank}").read_text()) for rank in range(2)]
+    assert max(growth) < 2 * 8, growth
+    source = load_file(path / "model.safetensors")
+    assert sum(tensor.numel() * 4 for tensor in source.values()) / 2**20 > 45
+    assert Receiver.received.keys() == source.keys()
+    assert all(torch.equal(Receiver.received[name], source[name] * 0.5) for name in source)
+    assert Receiver.labels == ["1-incomplete", "1", "2-incomplete", "2"]
 
 
 @pytest.mark.runs
@@ -217,5 +307,5 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    programs = (work_numbers, work_frozen, work_wait, work_checkpoint)
+    programs = (work_numbers, work_frozen, work_wait, work_checkpoint, work_send)
     {work.__name__: work for work in programs}[sys.argv[1]](*map(Path, sys.argv[2:]))

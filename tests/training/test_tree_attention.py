@@ -167,20 +167,9 @@ def test_a_gpu_gets_the_same_mask() -> None:
 
 
 def make_batch(rows: Rows) -> dict[str, Tensor]:
-    """The second half of each row is trained."""
-    lengths = torch.tensor([len(row) for row in rows])
-    real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
-    trained = real & (torch.arange(int(lengths.max())) >= lengths[:, None] // 2)
-    g = torch.Generator().manual_seed(0)
-    return {
-        "input_ids": pad_sequence([torch.tensor(row) for row in rows], batch_first=True).int(),
-        "attention_mask": real,
-        "loss_mask": trained.int(),
-        "turn_ids": trained.int() - 1,
-        "turn_rewards": torch.randn(len(rows), 1, generator=g) * trained,
-        "temperatures": torch.where(trained, 0.7 + torch.rand(len(rows), 1, generator=g), 1.0),
-        "group_ids": torch.zeros(len(rows), dtype=torch.int32),
-    }
+    """These rows, of which all but the first three tokens are trained."""
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return trainers.make_batch(tuple(map(len, rows))) | {"input_ids": ids.int()}
 
 
 KINDS: dict[str, Rows] = {style: make_conversations(style) for style in ("individual", "concat")}
