@@ -1,8 +1,8 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-Each changes the arguments of the loss in ppo.py and then calls it: GSPO passes another u,
-truncation another w. The loss that a variant calls is its argument `base`, so variants can be
-combined in a module of your own:
+A variant changes the arguments of the loss in ppo.py and then calls it: GSPO passes another u,
+truncation another w. The called loss is the argument `base`, so variants can be combined in a
+module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
@@ -88,7 +88,7 @@ def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
 def leave_out(
     chosen: Tensor, base: Loss, *tensors: Tensor, loss_mask: Tensor, **keys: Any
 ) -> Result:
-    """The loss without the `chosen` tokens, which the mean still counts."""
+    """The loss without the `chosen` tokens, although the mean still counts them."""
     mask = loss_mask.bool()
     keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
     loss, stats = base(*tensors, mask & ~chosen, **keys)
@@ -170,7 +170,7 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1. The
+    """Every token gets a weight of its row. The geometric mean of w (how="mean") stays near 1. The
     product ("sum") is exact, but often far from 1 in a long row."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     # log w = 1/n sum_t log w_t, or the sum itself

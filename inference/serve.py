@@ -1,8 +1,8 @@
 """Serve a web application, the proxy or the small inference server, from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default, and another address only with a key. It checks its parent's id every
-half second, to end when the parent does. A pipe would stay open in children that an agent forks.
+binds 127.0.0.1 by default, and another address only with a key. To end with its parent, a server
+checks the parent's id every half second; a pipe would stay open in children that an agent forks.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from inference.fields import Refusal, as_object
 
 
 def free_port() -> int:
-    """A free port from 20000 to 31999, a range that outgoing connections do not use."""
+    """A free port from 20000 to 31999, because outgoing connections do not use this range."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -48,7 +48,7 @@ def raise_open_files() -> None:
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Call `act` in a thread when this process has lost its parent."""
-    # The trainer says its pid, because it may be killed before its child can ask for it.
+    # The trainer tells its pid, because it may be killed before its child can ask for the pid.
     parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:

@@ -2,13 +2,13 @@
 
 A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
 run as the staleness gate allows. `DispatchState` makes all decisions, without a clock, thread or
-lock. So the simulator can run them in virtual time, and the exploration can try every order of
-events (docs/results.md). `BatchTaskDispatcher` carries the decisions out in one event loop, where
-hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
-trainer's thread hands in work and waits.
+lock. So the simulator can take the same decisions in virtual time, and the exploration can try
+every order of events (docs/results.md). `BatchTaskDispatcher` carries the decisions out in one
+event loop, where hundreds of episodes wait for tokens at the same time. Only this loop changes the
+state; the trainer's thread hands in work and waits.
 
-AReaL polls in a producer and a consumer thread. Here, `_produce` starts tasks when the gate may
-have opened, and `_run` records how a task ended.
+Instead of AReaL's two polling threads, `_produce` starts tasks when the gate may have opened, and
+`_run` records how a task ended.
 
 rollout.stale chooses the groups of a batch. `wait` takes the B unconsumed groups that started
 first, so one slow group delays its batch. `mask` and `drop` take those that finished first; `mask`
@@ -43,7 +43,7 @@ class DispatchState:
     manager: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version in a result
     stale: str = "wait"  # wait, mask or drop
-    # for mask: leaves tokens older than a version untrained; None if nothing is left
+    # for mask: leaves tokens older than a version out of the loss; None if no token is left
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
     max_failures: int = 0  # 0 means max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None
@@ -52,12 +52,12 @@ class DispatchState:
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    errors: list[BaseException] = field(default_factory=list)  # raised by the latest tasks in a row
+    errors: list[BaseException] = field(default_factory=list)  # of the latest tasks, if all raised
 
     # ---- questions
 
     def may_start(self) -> int:
-        """How many tasks may start now; 0 or less means none."""
+        """How many tasks may start now; none if negative."""
         return 0 if self.paused else self.manager.get_capacity()
 
     def in_flight(self) -> set[int]:
@@ -97,8 +97,8 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended. Without data it is rejected, and with an error also failed.
-        Raises RuntimeError after too many failures or rejections.
+        """Record that a task ended. A task without data is rejected; with an error it has failed,
+        too. Raises RuntimeError after too many failures or rejections.
         """
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []
@@ -150,7 +150,7 @@ class DispatchState:
     def take_task(self, task_id: int) -> list[Any]:
         """Return [result] of a finished task, [None] of a rejected one, [] of others.
 
-        Each result is returned once. Raises KeyError for an unknown id.
+        A second call for the same id raises KeyError, as for an unknown one.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
@@ -166,7 +166,7 @@ class BatchTaskDispatcher:
     """Run tasks in an event loop, and return results that are not too old.
 
     `task_factory(task)` makes the coroutine of a task, which returns a prompt group, or None to
-    reject the task. The trainer's thread calls the methods.
+    reject the task.
     """
 
     task_factory: Callable[[Any], Coroutine[Any, Any, Any]]
@@ -213,7 +213,6 @@ class BatchTaskDispatcher:
         return self._wait(take)
 
     def in_flight(self) -> set[int]:
-        """The ids of tasks that a later step may consume."""
         return self.change(self.state.in_flight)
 
     def pause(self) -> None:
@@ -284,7 +283,7 @@ class BatchTaskDispatcher:
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._end.wait())  # then the runner cancels the episodes and waits
+            runner.run(self._end.wait())  # then the runner cancels the episodes and awaits them
 
     def _produce(self) -> None:
         for task in self.state.start():
