@@ -129,7 +129,7 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. A server that aborts at once is paused, so wait.
+            # 4. A server that aborts before the first token is paused, so wait.
             if response.output_len == before:
                 await self.sleep(0.5)
 
@@ -203,7 +203,7 @@ class RemoteInfEngine:
         weights.label(self.servers.post_all, "0", abort=True)
 
     def pause(self) -> None:
-        """Start no more rollouts, and pause the servers, so that the weights may change."""
+        """Pause rollouts and servers, so that the weights may change."""
         if self.dispatcher is not None:
             self.dispatcher.pause()
         self._paused = True

@@ -1,4 +1,4 @@
-"""The objective of decoupled PPO, and the advantages that it weighs.
+"""The objective of decoupled PPO, and the advantages in it.
 
     J = mean over trained tokens of   w min(u A, clip(u, 1 - eps, 1 + eps_higher) A)
 
@@ -59,7 +59,7 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss -J and its metrics. All tensors have one shape: (B, T), or flat.
+    """Return the loss -J and its metrics. All tensors have the same shape, (B, T) or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Tokens outside `loss_mask` are ignored, even NaN.

@@ -11,9 +11,9 @@ group holds a place, and so does every group accepted since the run began:
     enqueued -> running -> accepted   (holds its place for ever; each version adds B new ones)
                         -> rejected   (gives it back; a failed group is also rejected)
 
-A dropped or withdrawn group gives its place back, too. The gate never deadlocks: at version v, v B
-consumed groups hold places. If the trainer waits for a batch and no group runs, fewer than B other
-groups hold places, so a place is free.
+A dropped or withdrawn group gives its place back, too. The gate never deadlocks: when the trainer
+waits at version v, its v B consumed groups hold places. If no group runs, fewer than B others hold
+one, so a place is free.
 
 **The gate alone bounds nothing.** If steps took the groups that finish first, a slow group would
 grow old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale`
@@ -29,7 +29,7 @@ names the rule by which rollout/dispatcher.py chooses groups:
   f are not too old. A group whose tokens are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
-The bound presumes that every step consumes B groups and that versions never fall. Otherwise the age
+The bound presumes that every step consumes B groups and that versions never fall. If not, the age
 check raises StalenessError before a step trains anything too old.
 """
 
@@ -87,7 +87,7 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. None means that it trains no token.
+        """Return whether a group may be consumed now. A group of version None trains no token.
 
         Raises StalenessError for a version that the trainer has not made.
         """

@@ -67,7 +67,7 @@ Workflow = RolloutWorkflow | type | str  # or an agent: any object with an async
 
 
 def start_rollout(run: Run) -> None:
-    """Wire everything that generates. Only rank 0 calls this."""
+    """Make and connect all parts that generate. Only rank 0 calls this."""
     config, rollout = run.config, run.config.rollout
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.

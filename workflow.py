@@ -96,7 +96,7 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """The older form, which may also return a tuple that begins with the result."""
+        """The older form of `arun_episode`. A returned tuple begins with the result."""
         raise NotImplementedError(f"{type(self).__name__} lacks arun_episode(self, engine, data)")
 
 
@@ -227,7 +227,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 class AgentsClient(openai.DefaultAioHttpClient):
-    """The HTTP client that all agents of an event loop share and none can close."""
+    """The HTTP client that all agents of an event loop share, so that none may close it."""
 
     def __init__(self) -> None:
         super().__init__(timeout=None, trust_env=False, **many_connections(sdk_http))
@@ -256,7 +256,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 
     def __post_init__(self) -> None:
-        # OpenAI's SDK wants some key. The proxy knows a session by its URL.
+        # OpenAI's SDK demands a key, but the proxy knows a session by its URL.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
@@ -292,7 +292,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
 
 def import_named(thing: Any) -> Any:
-    """Import what a path names; return anything else unchanged."""
+    """Import `thing` if it is a path."""
     return import_name(thing) if isinstance(thing, str) else thing
 
 

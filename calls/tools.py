@@ -119,7 +119,7 @@ def parse(
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
     """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or "".
     With several tools the model writes the name. `begun` is the reasoning's opening mark, if the
-    prompt ends with one. Raises Refusal."""
+    prompt ends with one."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:
@@ -131,5 +131,5 @@ def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_c
 
 
 def find_parser(name: str | None) -> Parser:
-    """Return the named parser. Raises what the import raises."""
+    """Return the named parser."""
     return split_calls if name in HERMES else import_name(name)

@@ -77,7 +77,7 @@ class Turn:
             self.fail()
 
     def fail(self) -> None:
-        """Stop generating, and leave the tree. A finished call stays."""
+        """Stop generating, and remove the call from the tree, unless it has finished."""
         self.task.cancel()
         self.session.cache.discard(self.id)
 
@@ -139,7 +139,7 @@ class Turn:
 
 
 class EventStream(StreamingResponse):
-    """Sends events. Unlike Starlette's response, it lets the generator notice a hang-up itself, and
+    """Sends events. Unlike Starlette's response, this one lets the generator notice a hang-up, and
     closes the generator whenever sending ends."""
 
     media_type = "text/event-stream"

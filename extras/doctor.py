@@ -268,7 +268,7 @@ TEXTS["blocked_loop"] = (
 
 
 def examine(lines: list[Record], config: Any) -> list[Record]:
-    """One finding for each rule that fires at the last line."""
+    """Return a finding for each rule that fires at the last line."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]
@@ -535,7 +535,7 @@ class Strict(Doctor):
 
 
 def main(words: list[str]) -> int:
-    """Check every step of a run. Return the exit code."""
+    """Check every step of a run."""
     folder = Path(*words)
     lines = read_records(folder / "metrics.jsonl")
     if not lines:

@@ -36,7 +36,7 @@ from workflow import resolve_workflow
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
     """Draw an episode that was exported in style "individual". A conversation that reads an earlier
-    answer stands below that answer. The title counts such links."""
+    answer stands below that answer. The title counts all links."""
     links = sum(len(set(turn.reads) - {turn.parent}) for turn in interactions.values())
     root = Tree(f"{len(interactions)} turns" + f", {links} linked" * bool(links))
     branches: dict[Any, Tree] = {}

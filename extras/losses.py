@@ -1,16 +1,16 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-A variant changes the arguments of the loss in ppo.py and then calls it: GSPO passes another u,
-truncation another w. The called loss is the argument `base`, so variants can be combined in a
-module of your own:
+A variant changes the arguments of another loss and then calls that: GSPO passes another u,
+truncation another w. By default the other loss is ppo.py's, but `base` may be another variant, so
+variants can be combined in a module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
-Most solve one of two problems. The ratio of a single token is noisy, so `gspo` and `row_weight`
-take that of a whole row. Server and trainer never agree exactly, so w is sometimes far too large or
-too small; `icepop`, `truncate` and `reject` bound the effect of such tokens. Only `reject` also
-sees whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox generates the
-row 131 times as often as pi_behav.
+Most variants solve one of two problems. The ratio of a single token is noisy, so `gspo` and
+`row_weight` take the ratio of a whole row. Server and trainer never agree exactly, so w is
+sometimes far too large or too small; `icepop`, `truncate` and `reject` bound the effect of such
+tokens. Only `reject` also sees whole rows: if each of 100 tokens has w = 1.05, no token looks
+wrong, but pi_prox generates the row 131 times as often as pi_behav.
 """
 
 import math

@@ -287,7 +287,7 @@ def weights_on_disk(config: TrainConfig, n: int) -> int:
 
 
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
-    """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB. Return 0.
+    """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB.
 
     Raises ConfigError for a run that cannot work. If memory is lacking, the table is printed first.
     """

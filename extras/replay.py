@@ -251,7 +251,7 @@ def check(config: Any, folder: str) -> None:
 
 
 class Replay:
-    """The callback. In a replay, its `prepare_batch` replaces the executor's.
+    """The callback of a recorded run, and of a replay, whose batches `prepare_batch` makes.
 
     `replaying` is the folder of the run to repeat, up to step `until`.
     """
@@ -375,7 +375,7 @@ def compare(recorded: Path, run: Any, step: int) -> None:
 
 
 def main(argv: list[str]) -> Any:
-    """Repeat a run, and return the exit code."""
+    """Repeat a run."""
     from run import start
 
     parser = argparse.ArgumentParser(prog="python -m extras.replay", allow_abbrev=False)

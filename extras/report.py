@@ -303,7 +303,7 @@ class Report(Trace):
 
 
 def main(words: list[str]) -> int:
-    """Write the report of one or two folders. Return the exit code."""
+    """Write the report of one or two folders."""
     folders = [Path(word) for word in words]
     try:
         if not 1 <= len(folders) <= 2:

@@ -12,8 +12,8 @@ version:
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
 Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
-reports only `weight_version`, the version at the end of the answer. The finish reason `abort` means
-that a pause interrupted the request, or with a status code that the request failed.
+reports only `weight_version`, the version at the end of the answer. A finish reason with a status
+code says that the request failed; otherwise `abort` says that a pause interrupted it.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
 penalty or a grammar the server samples from another distribution, so training leaves these tokens
@@ -82,7 +82,7 @@ class GenerationHyperparameters(Sampling):
         return self.model_copy(update=changes)
 
     def for_call(self, **more: Any) -> "CallParameters":
-        """Return the parameters of one call: these, changed by `more`."""
+        """Return these parameters, changed by `more`, for one call."""
         return CallParameters(**self.model_dump() | more)
 
     @property

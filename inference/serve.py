@@ -60,7 +60,7 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
-    """Serve until a signal comes or, if asked, the parent ends."""
+    """Serve until a signal comes or, with `exit_with_parent`, the parent ends."""
     # Clients close idle connections earlier, so no request meets a closing one.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
@@ -86,7 +86,7 @@ def check_key(request: Request, key: str) -> None:
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body, {} if empty. Raises Refusal."""
+    """Return the JSON object of a body, {} if the body is empty."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
@@ -100,8 +100,7 @@ def reply(body: Any, status: int = 200) -> Response:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """Load the tokenizer of a model folder without torch, which takes seconds to import. Raises
-    ValueError."""
+    """Load the tokenizer of a model folder without torch, which takes seconds to import."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer

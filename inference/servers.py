@@ -36,7 +36,7 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 
 
 class Servers:
-    """The servers at `addresses`, whose API key is `key`. Tests give another `transport`."""
+    """The servers at `addresses`, whose API key is `key`."""
 
     def __init__(
         self,

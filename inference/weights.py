@@ -11,11 +11,11 @@ an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang
     label "7"                  in mode disk, the load itself sets it
     set_version(7), resume     the gate admits new groups, and the servers go on
 
-If an update fails half way, some servers have version 7 and some 6. The label stays, and the run
-ends. A folder gets its name only when it is complete. In mode distributed each update makes its
-own group, so servers may come and go between updates. With NCCL, a rank that joins the group,
-broadcasts or leaves waits until all ranks do the same. So a thread sends the servers' request
-meanwhile.
+If an update fails half way, some servers have version 7 and some 6; the label "7-incomplete" stays,
+and the run ends. A folder gets its name only when it is complete. In mode distributed each update
+makes its own group, so servers may come and go between updates. With NCCL, a rank that joins the
+group, broadcasts or leaves waits until all ranks do the same. So a thread sends the servers'
+request meanwhile.
 """
 
 import shutil

@@ -11,9 +11,9 @@ Instead of AReaL's two polling threads, `_produce` starts tasks when the gate ma
 `_run` records how a task ended.
 
 rollout.stale chooses the groups of a batch. `wait` takes the B unconsumed groups that started
-first, so one slow group delays its batch. `mask` and `drop` take those that finished first; `mask`
-leaves out tokens that are too old, and `drop` leaves out whole groups. No trained token is more
-than eta versions old: staleness.py has the proof, and `take` checks it.
+first, so one slow group delays its batch. `mask` and `drop` take the groups that finished first,
+and leave out tokens or whole groups that are too old. No trained token is more than eta versions
+old: staleness.py has the proof, and `take` checks it.
 
 If a task returns None or raises, it is rejected and another one is drawn. The run stops after
 `max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From
@@ -65,14 +65,14 @@ class DispatchState:
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
-        """The `count` groups to consume next, by task id, or {} if one is unfinished."""
+        """Return the `count` groups to consume next by task id, or {} if one is unfinished."""
         finished = ((i, data) for i, data in self.order.items() if data is not None)
         chosen = self.order.items() if self.stale == "wait" else finished
         batch = {i: data for i, data in islice(chosen, count) if data is not None}
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """The part of a finished group that a step may train, or None."""
+        """Return the part of a finished group that a step may train, or None."""
         if self.stale == "mask":
             return self.without_older(data, self.manager.oldest_version())
         fresh = self.stale == "wait" or self.manager.is_fresh(self.head_version(data))
@@ -105,7 +105,7 @@ class DispatchState:
         if data is not None:
             self.order[task_id] = data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # finished groups are in order of finish
+                self.order.move_to_end(task_id)  # keeps finished groups in order of finish
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
             return
@@ -273,7 +273,7 @@ class BatchTaskDispatcher:
             self.stopped.set_exception(error)
 
     def destroy(self) -> None:
-        """Cancel the episodes, let them clean up, and end the thread. May be repeated."""
+        """Cancel the episodes, let them clean up, and end the thread."""
         self.fail(RuntimeError("the rollout is destroyed"))
         if self.thread.is_alive():
             self.call_soon(self._end.set)

@@ -17,8 +17,8 @@ keeps the workflow and the arguments of the call that drew it.
 were consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint
 holds {"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
 
-After a restart the positions are wrong if the run used two dataloaders, or `submit`, which takes
-ids, too. rollout_batch waits for ever if other groups fill the gate.
+After a restart the positions are wrong if the run used two dataloaders or called `submit`, which
+also takes ids. rollout_batch waits for ever if other groups fill the gate.
 """
 
 import asyncio

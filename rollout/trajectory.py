@@ -63,7 +63,7 @@ Trajectory = dict[str, Tensor]
 
 
 def version_span(traj: Trajectory, tokens: Tensor) -> tuple[int | None, int | None]:
-    """Return the oldest and the newest version of the tokens in a mask (B, L), or None twice."""
+    """Return the oldest and the newest version of the tokens in a mask (B, L), or (None, None)."""
     versions = traj["versions"][tokens].tolist()
     return min(versions, default=None), max(versions, default=None)
 

@@ -40,7 +40,7 @@ CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve
 
 
 async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
-    """Await `work`. After `seconds` it is cancelled, and TimeoutError(words) is raised."""
+    """Await `work` for at most `seconds`; then cancel it, and raise TimeoutError(words)."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -92,7 +92,7 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `size` processes for one event loop. They start when they are needed."""
+    """At most `size` processes for one event loop, each started when it is needed."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)

@@ -2,9 +2,9 @@
 
 recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed.
 Prompts whose answers were not yet consumed run again, so no prompt is skipped and none is trained
-on twice. A checkpoint gets its name when it is complete. The one before is kept, because the disk
-may damage the newest; sums.json has the checksum of every file. On a restart, the lines of later
-steps are removed from metrics.jsonl (run/log.py).
+on twice. A checkpoint gets its name when it is complete. The checkpoint before it is kept, because
+the disk may damage the newest; sums.json has the checksum of every file. On a restart, run/log.py
+removes the lines of later steps from metrics.jsonl.
 """
 
 import hashlib

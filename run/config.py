@@ -248,7 +248,7 @@ class WeightUpdateConfig(Keys):
 
 
 class TrainConfig(Keys):
-    """A run's keys."""
+    """All keys of a run."""
 
     mode: Literal["train", "eval"] = "train"
     """train, or eval: only evaluate"""

@@ -2,8 +2,8 @@
 
 A task is a module that defines `dataset(split)` and `WORKFLOW` (tasks/guess.py, tasks/gsm8k.py). It
 may define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
-`make_model(path, seed)` for a small base model. Configuration keys replace parts of the task. If an
-input is missing or broken, the functions raise ConfigError.
+`make_model(path, seed)` for a small base model. Configuration keys replace parts of the task. A
+missing or broken input raises ConfigError.
 """
 
 import hashlib

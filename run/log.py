@@ -62,7 +62,7 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
 
 class Log:
-    """Writes a run's metrics and tokens. Only rank 0 has one."""
+    """Writes a run's metrics and tokens. Only rank 0 has a Log."""
 
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"

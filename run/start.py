@@ -3,7 +3,7 @@
 `begin` reads the command line and starts the servers without torch, so they load while train.py
 imports torch. Callbacks get the `Run`: configuration, processes, and the parts that train.py adds.
 Its `with` block ends everything that was started, also after Ctrl-C, an exception or the death of a
-server. After a failure `main` prints how to go on. It returns an exit code:
+server. `main` prints how to go on after a failure, and returns an exit code:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -42,7 +42,7 @@ def revision() -> str:
 
 
 class Run:
-    """A run. All ranks make one; only rank 0 has processes, an engine and an executor."""
+    """All ranks make a Run, but only rank 0 has processes, an engine and an executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs

@@ -11,8 +11,8 @@ mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,
 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
-makes the same mini-batches; only the passes are divided. The ranks' gradients add up to the one
-that a single rank would compute.
+makes the same mini-batches; only the passes are divided. The ranks' gradients add up to that of a
+single rank.
 
 **Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no state
 in the optimizer. No checkpoint holds them, and only the first push sends them.
@@ -125,8 +125,8 @@ class FSDPEngine:
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere. All
-        ranks call this with the same batch, and get the same result."""
+        """Return log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere.
+        All ranks call this with the same batch, and get the same result."""
         # With frozen layers, ppo_update must get the same pieces, to use their states again.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(row_lengths(batch), n)
@@ -205,7 +205,7 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
         self.written: int | None = None  # newest version that is in files or in the servers
-        self.states: dict[str, Any] = {}  # after the frozen layers, by the piece's inputs
+        self.states: dict[str, Any] = {}  # output of the frozen layers, by the piece's inputs
         self.inputs = ""  # of the current piece
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
@@ -399,13 +399,13 @@ class FSDPPPOActor(FSDPEngine):
         self.steps = int(state["steps"])
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Mode disk: write the files, while the servers still generate."""
+        """In mode disk, write the files while the servers still generate."""
         if meta.mode == "disk":
             self.save(meta.directory, self.param_dtype, learning=self.written is not None)
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Send the weights as `meta.version`, by default the next one. Call it between pause and
+        """Send the weights as `meta.version`, by default the next one. Call this between pause and
         resume."""
         meta = meta if meta.version is not None else meta.with_version(self.version + 1)
         if self.written != meta.version:

@@ -1,8 +1,8 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-A layout cuts rows into pieces. A piece is the input of one pass, and says for each trained token
-which hidden state predicts it. In every layout a token gets the same log-probability as if its row
-went through the model alone; layouts differ in time and memory only.
+Rows are cut into pieces. A piece is the input of one pass, and says for each trained token which
+hidden state predicts it. In every layout a token gets the same log-probability as if its row went
+through the model alone; layouts differ in time and memory only.
 
     padded    rows of similar length are stacked, the shorter ones padded on the right. No token
               attends to the padding after it, so no mask is needed.

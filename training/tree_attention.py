@@ -18,10 +18,10 @@ before it, and the list of added tokens is the tree, depth first. The rows [a b 
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Queries are taken in blocks of 128, with the keys that one of them attends to. On a GPU,
-FlexAttention does this in one kernel, 6.7 times as fast (docs/gpu.md), if there is more than one
-block in bfloat16. Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of
-different mini-batches never share a tree.
+Queries attend in blocks of 128, to keys that at least one of them may see. On a GPU, FlexAttention
+does this in one kernel, 6.7 times as fast (docs/gpu.md), if there is more than one block in
+bfloat16. Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different
+mini-batches never share a tree.
 """
 
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)
-    # The newest token of a column is the row's own.
+    # A row's token in a column is the one that was added there last.
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
     # A token's subtree ends where the first later row without this token begins.
