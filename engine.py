@@ -69,7 +69,7 @@ class Hooks:
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
         """Receive the completion so far, and the error if there was one. An override that sets
-        stop_reason to "abort" gets another segment."""
+        response.stop_reason to "abort" gets another segment."""
 
 
 @dataclass(eq=False)

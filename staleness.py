@@ -1,8 +1,8 @@
 """The staleness gate: how many prompt groups may start, and how old they are when they train.
 
-A rollout starts under one policy version, and a later version trains on it. The **lag** of a token
-is the version that trains on it minus the version that generated it. The **age** of a group is the
-lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
+A rollout starts under one policy version; the same or a later one trains on it. The **lag** of a
+token is the version that trains on it minus the version that generated it. The **age** of a group
+is the lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
 training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running

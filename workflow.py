@@ -227,7 +227,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 class AgentsClient(openai.DefaultAioHttpClient):
-    """The HTTP client that all agents of an event loop share, so that none may close it."""
+    """The HTTP client that all agents of an event loop share, so no agent can close it."""
 
     def __init__(self) -> None:
         super().__init__(timeout=None, trust_env=False, **many_connections(sdk_http))

@@ -9,9 +9,8 @@ the tree read:
 
 **Three protocols, one walk.** A conversation is a list of items. An item is a message, whose
 content is a text or a list of blocks. In the Responses protocol, calls and results are items, too.
-Each block or item becomes a small message, and the small messages of one reply are joined. The
-protocols' other fields differ only in their names. A template that needs reasoning reads it from
-`reasoning_content`.
+Each block or item becomes a small message, and the small messages of one reply are joined. Other
+fields differ only in their names. Templates that need reasoning read it from `reasoning_content`.
 
 **Equal messages.** An agent sends the whole history with every call, and its client may rewrite
 earlier replies: null for "", parts for a string, other white space in a call's JSON. So the tree
@@ -23,8 +22,7 @@ every call. Any other changed text begins a new conversation.
 `item_reference`. `find` looks the id up in the session.
 
 **Parameters** that could change the answer are used or refused; others are ignored. Images, files
-and blocks of unknown types become a placeholder. If one were refused, it would stay in the history
-and every later call would fail.
+and unknown blocks become a placeholder; if refused, they would also fail every later call.
 """
 
 import contextlib

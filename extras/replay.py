@@ -17,11 +17,10 @@ weights and batch. So the configuration and schedule.jsonl together determine a 
     {"consume":7,"version":4}                                          step 5 trains on its group
     {"pushed":5}                                                       servers have version 5
 
-A **span** is a stretch of one version's tokens. In call 7-3.1 (task 7, member 3, call 1), version 2
-computed tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that
-started at version 2, and waits for all tokens of version 2. Then it trains, pushes version 3, and
-goes on with token 58. A replay generates only what a step consumed, and stops at the first
-difference.
+A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
+tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started at
+version 2, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on with
+token 58. A replay generates only what a step consumed, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """

@@ -48,7 +48,7 @@ def raise_open_files() -> None:
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Call `act` in a thread when this process has lost its parent."""
-    # The trainer tells its pid, because it may be killed before its child can ask for the pid.
+    # The trainer passes its pid, because it may be killed before its child can ask for it.
     parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The trainer's model computes log-probabilities, learns by PPO, and sends its weights.
+"""The trainer's model computes log-probabilities, learns by PPO, and sends weights to servers.
 
 FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the policy: it has an
 optimizer, a version, and a connection to the servers. train.py shows the order of the calls.
@@ -127,7 +127,7 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere.
         All ranks call this with the same batch, and get the same result."""
-        # With frozen layers, ppo_update must get the same pieces, to use their states again.
+        # With frozen layers, cut the same pieces as ppo_update, which uses their states again.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(row_lengths(batch), n)
         pieces = [piece for rows in parts for piece in self.passes(batch, rows)]
