@@ -2,16 +2,16 @@
 
 The servers generate while the trainer works. When the trainer has new weights, thousands of
 completions are unfinished. Waiting for the longest completion would leave GPUs idle. Discarding the
-unfinished ones would waste work and favour short answers. So they go on (a **partial rollout**):
-each keeps its tokens, the new weights compute the next ones, and every token carries the version of
-the weights that computed it:
+unfinished ones would waste work and favour short answers. So they go on (a **partial rollout**): a
+completion keeps its tokens, the new weights compute the next ones, and every token carries the
+version of the weights that computed it:
 
     output_tokens     a     b     c     d     e     f
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3    under the weights that sampled the token
     output_versions   3     3     3     4     4     4      the update came after token c
 
-`agenerate` builds a completion from **segments**: each is the answer to one POST /generate. The
-pause mode says how an update interrupts the servers:
+`agenerate` builds a completion from **segments**: a segment is the answer to one POST /generate.
+The pause mode says how an update interrupts the servers:
 
 - `retract` (default): a server keeps a request's tokens but drops their KV cache. After the update
   it recomputes the cache and goes on. The engine sees one segment, whose answer gives the version
@@ -27,8 +27,8 @@ pause mode becomes `abort`, so that each segment has one version.
 (extras/replay.py).
 
 **Limits**: in mode `abort`, a stop string that begins in one segment and ends in the next is not
-found, and a penalty counts only the segment's tokens. If a server fails, the engine asks the next
-one, a few times.
+found, and a penalty counts only the tokens of the current segment. If a server fails, the engine
+asks the next one, up to `request_retries` times.
 """
 
 import asyncio
@@ -61,15 +61,15 @@ class Hooks:
     """Methods that the engine calls around every segment. Here they do nothing."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have after the segment. This may
-        wait, or raise EngineError to refuse."""
+        """Return how many output tokens the completion may have after the segment. An override
+        may wait, or raise EngineError to refuse the segment."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Receive the completion so far, and the error if there was one. To ask for another
-        segment, set stop_reason to "abort"."""
+        """Receive the completion so far, and the error if there was one. An override that sets
+        response.stop_reason to "abort" gets another segment."""
 
 
 @dataclass(eq=False)
@@ -91,10 +91,10 @@ class RemoteInfEngine:
         self.servers = Servers(self.addresses, self.key, self.transport)
         self.context_length: int | None = None  # limit of prompt plus completion
         self.proxy: Any = None  # a ProxyAddress; the proxy hears of every version
-        # Starts the rollouts. The executor (rollout/executor.py) attaches submit, wait,
+        # Starts the rollouts. rollout/executor.py sets it, and attaches submit, wait,
         # rollout_batch and prepare_batch to this engine.
         self.dispatcher: Any = None
-        self._version = 0  # newest version that all servers have
+        self._version = 0
         self._paused = False
 
     # ---- generation, in the event loop of the rollouts
@@ -129,14 +129,14 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. A server that aborts at once is paused, so wait.
+            # 4. A server that aborts before the first token is paused, so wait.
             if response.output_len == before:
                 await self.sleep(0.5)
 
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Get the next segment from the group's server, or if it fails from the next server."""
+        """Get the next segment from the group's server. If the server fails, ask the next one."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -154,14 +154,15 @@ class RemoteInfEngine:
     ) -> ModelResponse:
         """Send one POST /generate, and check the answer."""
         ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
-        # A server accepts each id once. The small one lets episodes take turns: "7-3" of "7-3.1".
+        # A server accepts each id once. Before the "/" stands the episode ("7-3" of "7-3.1"),
+        # because the small server lets episodes take turns.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest
         try:
             answer = await self.servers.call(server + "/generate", body, self.request_timeout)
         except (asyncio.CancelledError, EngineError):
-            # The server may still be generating: it does not notice when a client hangs up.
+            # The server may still be generating, because it does not notice a client's hang-up.
             abort = self.servers.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
             with contextlib.suppress(EngineError):
                 await asyncio.shield(abort)
@@ -202,7 +203,7 @@ class RemoteInfEngine:
         weights.label(self.servers.post_all, "0", abort=True)
 
     def pause(self) -> None:
-        """Start no more rollouts, and pause the servers, so that the weights may change."""
+        """Pause rollouts and servers, so that the weights may change."""
         if self.dispatcher is not None:
             self.dispatcher.pause()
         self._paused = True

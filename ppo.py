@@ -1,4 +1,4 @@
-"""The objective of decoupled PPO, and the advantages that it weighs.
+"""The objective of decoupled PPO, and the advantages in it.
 
     J = mean over trained tokens of   w min(u A, clip(u, 1 - eps, 1 + eps_higher) A)
 
@@ -18,7 +18,8 @@ A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but the mean 
 A < 0 the term u A has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std, with mean and std over its
-cell: the turns with the same number in its group's conversations. All tokens of a turn get its A.
+cell: all turns of the same group that are first turns, or second turns, and so on. All tokens of a
+turn get its A.
 
 The clip does not bound u, because other tokens' gradients also move a clipped token. The cap
 biases the gradient. There is no critic. `actor.loss` and `actor.advantages` may name other
@@ -41,7 +42,6 @@ def log_ratio(logp: Tensor, other_logp: Tensor, mask: Tensor | bool = True) -> T
 
 
 def clip(u: Tensor, eps_clip: float, eps_clip_higher: float | None) -> Tensor:
-    """Return clip(u, 1 - eps_clip, 1 + eps_clip_higher)."""
     return u.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher))
 
 
@@ -59,12 +59,12 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss -J and its metrics. All tensors have one shape: (B, T), or flat.
+    """Return the loss -J and its metrics. All tensors have the same shape, (B, T) or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Tokens outside `loss_mask` are ignored, even NaN.
-    `denominator` is the number of trained tokens; a piece gets that of its whole mini-batch, so
-    that the pieces' losses add up. Only other losses use `sequence_ids`, the row of each token.
+    `denominator` is the number of trained tokens in the mini-batch, so that the losses of its
+    pieces add up. This loss does not use `sequence_ids`, the row of each token; others do.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)
@@ -102,7 +102,7 @@ def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def find_cells(level: str, per_turn: bool, groups: Tensor, turn_ids: Tensor) -> Tensor:
-    """Return the index of each turn's cell, (N,): a turn is compared with its cell's turns."""
+    """Return the index of each turn's cell, (N,). A turn is compared with the turns in its cell."""
     group = groups if level == "group" else torch.zeros_like(groups)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
     return torch.unique(torch.stack([group, turn]), dim=1, return_inverse=True)[1]
@@ -151,8 +151,8 @@ def compute_advantages(
 
 
 def describe_mode(config: Any) -> str:
-    """Return a line that says which objective `actor`'s keys choose, and where each policy's
-    log-probabilities come from."""
+    """Say which objective the keys of `actor` choose, and where each policy's log-probabilities
+    come from."""
     server, forward = "the inference server", "a forward pass before the update"
     if not config.use_decoupled_loss:
         return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}"

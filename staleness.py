@@ -1,35 +1,35 @@
-"""The staleness gate: how many prompt groups may start, and how old they are when a step trains.
+"""The staleness gate: how many prompt groups may start, and how old they are when they train.
 
-A rollout starts under one policy version, and a later step trains on it. The **lag** of a token is
-the version of that step minus the version that generated the token. The **age** of a group is the
-lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
+A rollout starts under one policy version; the same or a later one trains on it. The **lag** of a
+token is the version that trains on it minus the version that generated it. The **age** of a group
+is the lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
 training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
-group and every group accepted since the run began holds one:
+group holds a place, and so does every group accepted since the run began:
 
     enqueued -> running -> accepted   (holds its place for ever; each version adds B new ones)
                         -> rejected   (gives it back; a failed group is also rejected)
 
-A dropped or withdrawn group gives its place back, too. The gate never deadlocks: at version v the
-trainer has consumed v B groups. If it waits for more and no group runs, fewer than B others hold
-places, so a place is free.
+A dropped or withdrawn group gives its place back, too. The gate never deadlocks: when the trainer
+waits at version v, its v B consumed groups hold places. If no group runs, fewer than B others hold
+one, so a place is free.
 
-**The gate alone bounds nothing.** If steps took the groups that finish first, a slow one would grow
-old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale` names
-the rule that rollout/dispatcher.py follows:
+**The gate alone bounds nothing.** If steps took the groups that finish first, a slow group would
+grow old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale`
+names the rule by which rollout/dispatcher.py chooses groups:
 
 - **wait** takes the groups that started first. *Proof:* let a group start at version s, as the p-th
   of those that keep their places. All p hold one, so p <= (eta + s + 1) B. Step ceil(p / B) takes
   it, at version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py
   checks it), so its age is at most eta.
-- **mask** takes those that finished first, and leaves tokens with a lag above eta out of the loss,
-  so no step waits for a slow group. The proof holds for ends as for starts: the p-th group to end,
-  at version f, trains at version eta + f at the latest, so its tokens of version f are not too old.
-  A group whose tokens are all too old is dropped.
-- **drop** takes those that finished first, and drops a group that is too old when its step comes.
+- **mask** takes the groups that finished first, and leaves tokens with a lag above eta out of the
+  loss. So no step waits for a slow group. The proof also works with ends in place of starts: the
+  p-th group to end, at version f, trains at version eta + f at the latest, so its tokens of version
+  f are not too old. A group whose tokens are all too old is dropped.
+- **drop** takes the groups that finished first, and drops those that are too old for their step.
 
-The bound presumes that every step consumes B groups and that versions never fall. Otherwise the age
+The bound presumes that every step consumes B groups and that versions never fall. If not, the age
 check raises StalenessError before a step trains anything too old.
 """
 
@@ -52,14 +52,14 @@ class RolloutStat:
     failed: int = 0  # rejected because they raised
     dropped: int = 0  # accepted, but too old for their step
     withdrawn: int = 0  # accepted, and fetched by wait_for_task
-    failed_members: int = 0  # their groups went on without them
+    failed_members: int = 0  # episodes that raised; their groups went on without them
 
 
 @dataclass(eq=False)
 class StalenessManager:
     """The gate and the age check. One event loop calls it, so there is no lock."""
 
-    version_provider: Any  # has get_version(), as the engine
+    version_provider: Any  # has get_version(), like the engine
     max_concurrent_rollouts: int  # groups that run at once
     consumer_batch_size: int  # groups that a step consumes (B)
     max_staleness: int  # eta
@@ -80,7 +80,6 @@ class StalenessManager:
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
-        """Return a copy of the counters."""
         return replace(self._stat)
 
     def oldest_version(self) -> int:
@@ -88,7 +87,7 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. None means that it trains no token.
+        """Return whether a group may be consumed now. A group of version None trains no token.
 
         Raises StalenessError for a version that the trainer has not made.
         """
@@ -113,7 +112,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Start an enqueued group, as get_capacity allows."""
+        """Start an enqueued group. get_capacity must be positive."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:

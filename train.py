@@ -6,7 +6,7 @@
     python train.py mode=eval model_path=DIR           evaluate an agent, without training
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
-This file makes the parts in the order in which data flows. `train_step` then shows the batch and
+`start_rollout` makes the parts in the order in which data flows. `train_step` shows the batch and
 its shapes, the three policies, the update and the push of the weights. A script calls
 `PPOTrainer(config).train(workflow=MyAgent)`.
 
@@ -67,7 +67,7 @@ Workflow = RolloutWorkflow | type | str  # or an agent: any object with an async
 
 
 def start_rollout(run: Run) -> None:
-    """Wire everything that generates. Only rank 0 calls this."""
+    """Make and connect all parts that generate. Only rank 0 calls this."""
     config, rollout = run.config, run.config.rollout
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
@@ -80,7 +80,7 @@ def start_rollout(run: Run) -> None:
     engine.initialize()
 
     # 2. The proxy answers agents over HTTP, keeps the tokens (cache.py), and asks the same servers.
-    #    It loads while the trainer does.
+    #    Proxy and trainer load at the same time.
     [url] = run.start([plan_proxy(config, run.server_urls, run.key, run.admin_key, named)])
     proxy = ProxyAddress(url, run.admin_key)
     engine.proxy = proxy if config.mode == "train" else None

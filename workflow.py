@@ -1,9 +1,8 @@
 """A workflow defines what one episode does, and what it returns.
 
 An **episode** is one run of `arun_episode(engine, data)`: it makes rows to train on from one sample
-of the dataset. It returns a dict of tensors (rollout/trajectory.py), a dict of interactions, which
-are an agent's calls (cache.py), or None, which rejects the sample. An episode that raises has
-failed.
+of the dataset. An episode returns a dict of tensors (rollout/trajectory.py), a dict of an agent's
+calls (cache.py), or None, which rejects the sample. An episode that raises has failed.
 
     RLVRWorkflow            one prompt, one answer, and a function that computes its reward
     MultiTurnWorkflow       one prompt, and new answers until one has a positive reward
@@ -11,20 +10,20 @@ failed.
     GroupedRolloutWorkflow  several episodes of another workflow for one prompt
 
 **Agents.** Each episode has a session at the proxy, and the agent gets the session's URL as
-base_url. It returns the reward of its last completion, or {completion id: reward}, or None if it
-sent its rewards over HTTP. If no completion has a reward, the episode is rejected.
+base_url. The agent returns the reward of its last completion, or {completion id: reward}, or None
+if it sent its rewards over HTTP. If no completion has a reward, the episode is rejected.
 
-**Where agents run.** In mode inline all episodes share one loop and one agent. So `run` must
-keep an episode's state in local variables, and a blocking call (time.sleep, a synchronous client)
-delays every episode. In mode subproc each episode has a process to itself while it runs, so an
-agent may block, but it must be picklable.
+**Where agents run.** In mode inline all episodes share one event loop and one agent object. So
+`run` must keep an episode's state in local variables, and a blocking call (time.sleep, a
+synchronous client) delays every episode. In mode subproc each running episode has a process to
+itself, so the agent may block, but it must be picklable.
 
 **Groups.** The members of a group run at the same time, each with its own copy of the sample. If
 one of four members raises, one returns None and two make a row each, the group has two rows. If all
 raise, the group raises.
 
-**Seeds.** The sampling seed of a request depends only on (seed, task, member, number of the call in
-its session). An agent's own seed takes the place of the run's.
+**Seeds.** A request's sampling seed depends only on the run's seed, the task, the member, and the
+number of the call in its session. A seed that the agent sends takes the place of the run's.
 """
 
 import asyncio
@@ -97,7 +96,7 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """The older form, which may also return a tuple that begins with the result."""
+        """The older form of `arun_episode`. A returned tuple begins with the result."""
         raise NotImplementedError(f"{type(self).__name__} lacks arun_episode(self, engine, data)")
 
 
@@ -106,7 +105,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return a result with a row per interaction; `parents` are row indices, -1 for none."""
+    """Make a row of each interaction. `parents` are the parents' rows, -1 for none."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -128,7 +127,7 @@ class RLVRWorkflow(RolloutWorkflow):
     """Sample one completion for the chat data["messages"].
 
     `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns the completion's
-    reward. It is a function, a coroutine function or "module.function".
+    reward. `reward_fn` is a function, a coroutine function or "module.function".
     """
 
     reward_fn: Callable[..., Any] | str
@@ -147,7 +146,6 @@ class RLVRWorkflow(RolloutWorkflow):
         return self.tokenizer.apply_chat_template(messages, **options)
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
-        """Ask for one completion."""
         context = _context.get()
         gconfig = self.gconfig.for_call(n_samples=1, seed=context.seed_of(turn))
         call = f"{context.name}.{turn}"
@@ -163,8 +161,8 @@ class RLVRWorkflow(RolloutWorkflow):
 class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward, with `reflection_message` between them.
 
-    After k answers the reward is turn_discount^(k-1) times that of the last answer. Sampled tokens
-    are never tokenised again (calls/prompts.py). A full context also ends the conversation.
+    After k answers the reward is turn_discount^(k-1) times that of the last answer. A full context
+    also ends the conversation.
     """
 
     max_turns: int = 3
@@ -216,8 +214,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return concat_padded_tensors(episodes)
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> Any:
-        """Return a member's result or exception: a task that raises SystemExit would end the
-        loop."""
+        """Return a member's result or its exception. It is not raised here, because SystemExit
+        in a task ends the event loop."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
@@ -229,7 +227,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 class AgentsClient(openai.DefaultAioHttpClient):
-    """The HTTP client that all agents of an event loop share and none can close."""
+    """The HTTP client that all agents of an event loop share, so no agent can close it."""
 
     def __init__(self) -> None:
         super().__init__(timeout=None, trust_env=False, **many_connections(sdk_http))
@@ -237,7 +235,7 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# All episodes share one client for each proxy, and their agents one for each event loop.
+# Episodes share one client for each proxy, and agents share one for each event loop.
 proxy_at = functools.cache(Servers)
 _agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
@@ -258,7 +256,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 
     def __post_init__(self) -> None:
-        # OpenAI's SDK wants some key. The proxy knows a session by its URL.
+        # OpenAI's SDK demands a key, but the proxy knows a session by its URL.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
@@ -287,14 +285,14 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 await client.set_last_reward(rewards)
         options = self.discount, self.export_style, self.compaction
         interactions = await client.export_interactions(*options)
-        # Side conversations have no reward. They come first, so that the last row has the episode's
-        # reward.
+        # Side conversations, which have no reward, come first: the last row must have the
+        # episode's reward.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 
 
 def import_named(thing: Any) -> Any:
-    """Import what a path names; return anything else unchanged."""
+    """Import `thing` if it is a path."""
     return import_name(thing) if isinstance(thing, str) else thing
 
 
@@ -305,10 +303,10 @@ def resolve_workflow(
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """Make a workflow from a workflow or an agent, or the class or path of one.
+    """Make a workflow from a workflow or an agent, or from the class or path of one.
 
-    `proxy` holds the arguments of OpenAIProxyWorkflow; without it an agent stays one. `defaults`
-    holds gconfig and tokenizer, for a workflow class that takes them.
+    `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
+    is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.
     """
     resolved, kwargs = import_named(workflow), workflow_kwargs or {}
     if inspect.isclass(resolved) and issubclass(resolved, RolloutWorkflow):

@@ -8,21 +8,21 @@ the tree read:
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 **Three protocols, one walk.** A conversation is a list of items. An item is a message, whose
-content is a text or a list of blocks. The Responses protocol also has calls and results as items.
-Each block or item becomes a small message, and those of one reply are joined. Other fields differ
-only in their names. Where a template needs reasoning, it is read from `reasoning_content`.
+content is a text or a list of blocks. In the Responses protocol, calls and results are items, too.
+Each block or item becomes a small message, and the small messages of one reply are joined. Other
+fields differ only in their names. Templates that need reasoning read it from `reasoning_content`.
 
-**Equal messages.** An agent sends the whole history with every call, and a client may write a reply
-differently: null for "", parts for a string, other white space in a call's JSON. So the tree
+**Equal messages.** An agent sends the whole history with every call, and its client may rewrite
+earlier replies: null for "", parts for a string, other white space in a call's JSON. So the tree
 compares only what `canonical` returns: role, text, calls (id, name, arguments) and a result's id.
-Other fields do not count, and neither does what matches VOLATILE in a system message, because some
-clients change it with every call. Any other changed text begins a new conversation.
+In a system message, text that matches VOLATILE does not count, because some clients change it with
+every call. Any other changed text begins a new conversation.
 
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
 `item_reference`. `find` looks the id up in the session.
 
 **Parameters** that could change the answer are used or refused; others are ignored. Images, files
-and blocks of unknown types become a placeholder: a refused block would stay in the history.
+and unknown blocks become a placeholder; if refused, they would also fail every later call.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ UNSUPPORTED = (
 ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
-# values that change nothing, like null and empty ones
+# these values change nothing, and neither do null and empty ones
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
 # the protocols' names -> fields of CallParameters
@@ -66,7 +66,7 @@ FORMS = ("response_format", "text.format", "output_config.format", "output_forma
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """One call of an agent, whatever its protocol."""
+    """A call of an agent, in the same form for all protocols."""
 
     messages: list[Message]  # the whole conversation, references resolved
     model: str = "default"
@@ -79,7 +79,7 @@ class AgentRequest:
 
 
 def parse(body: Json, find: Find, history: str = "messages") -> AgentRequest:
-    """Read the body of a call, whose conversation is in the field `history`. Raises Refusal."""
+    """Read the body of a call, whose conversation is in the field `history`."""
     write_json(body, "body")  # refuses a body that is nested too deep
     for name in UNSUPPORTED.split():
         if body.get(name) and body[name] not in NEUTRAL:
@@ -150,7 +150,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last = messages[-1] if messages else {"role": ""}
-            # Pieces of an item join. A later item joins if it is a call or the reply is empty.
+            # Pieces of an item are joined. A later assistant's item is, too, if it is a call or
+            # the first that says something.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":
@@ -243,7 +244,7 @@ def _sampling(body: Json) -> Json:
         if value in (None, "", []):
             continue
         value = [value] if key == "stop" and isinstance(value, str) else value
-        value = -1 if key == "top_k" and value == 0 else value  # both mean that it is off
+        value = -1 if key == "top_k" and value == 0 else value  # both turn it off
         check_sampling({key: value}, name)
         sampling[key] = value
     return sampling
@@ -290,8 +291,8 @@ def _tools(body: Json) -> list[Json]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """Return a word. `raw` is a word, {"type": "any"}, {"type": "tool", "name": "f"}, or
-    {"type": "function", "function": {"name": "f"}}."""
+    """Return auto, none, required or a tool's name. `raw` is such a word, {"type": "any"},
+    {"type": "tool", "name": "f"}, or {"type": "function", "function": {"name": "f"}}."""
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name") or raw.get("type")

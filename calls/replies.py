@@ -1,7 +1,7 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
-`render` makes the body of the whole reply, and `stream` makes events from this body, so what an SDK
-builds from the events equals the body. No text is streamed while the model writes. A stream begins
+`render` makes the body of the whole reply, and `stream` makes events from this body, so that an SDK
+builds the same body from the events. No text is streamed while the model writes. A stream begins
 with `opening`. Then `progress` is sent every few seconds, because clients time out if they get
 nothing or only comments:
 
@@ -14,8 +14,8 @@ the items msg_<x> (text) and fc_<x>_0. Only chat completions show the model's re
 the vendors hide it in the other two protocols.
 
 Clients are strict: role, index, usage and created_at must be present. Null keys must be absent,
-except `content` beside tool calls. Anthropic's events need an `event:` line. Annotations are empty,
-and cached tokens are 0.
+except `content` beside tool calls. Anthropic's events need an `event:` line. We always report empty
+annotations and 0 cached tokens.
 """
 
 import json
@@ -31,8 +31,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(status: int, message: str, code: str = "") -> Json:
-    """Return an error in a form that all SDKs read, as a reply or as an event. It hides the address
-    of the inference server from the agent."""
+    """Return an error in a form that all SDKs read, as a reply or as an event. The inference
+    server's address is hidden from the agent."""
     message = re.sub(r"https?://[^\s/]+", "the server", message)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind} | ({"code": code} if code else {})
@@ -46,8 +46,7 @@ def split(message: Message) -> tuple[list[str], list[Json]]:
 
 
 class Reply:
-    """Read a request and write its reply: `render` makes the body, and `opening`, `progress` and
-    `stream` make the events of a stream."""
+    """Reads a request and writes its reply."""
 
     id_prefix, history, end = "", "messages", b""
 
@@ -225,7 +224,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def write_event(data: Json, number: int) -> bytes:
-    """Return a server-sent event. It is ASCII, because U+2028 ends a line for some clients."""
+    """Return a server-sent event in ASCII, because U+2028 ends a line for some clients."""
     kind = data.get("type", "")
     numbered = {"sequence_number": number} if kind.startswith("response.") else {}
     name = f"event: {kind}\n" if kind else ""

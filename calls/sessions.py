@@ -6,8 +6,8 @@
     ended      | takes no calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
-No session expires, because the proxy ends with its trainer. A session has a bound, because
-the proxy keeps all of it until its export, which is one reply.
+Sessions never expire, because the proxy ends with its trainer. The size of a session is bounded,
+because the proxy keeps its calls in memory, and exports them in one reply.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Session:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
 
     def receive(self, size: int) -> None:
-        """Count a part of a call's body. Raises Refusal."""
+        """Count a part of a call's body. Raises Refusal if the session has ended or is full."""
         self.check_open()
         self.size += size
         if self.size > MAX_BYTES or self.calls >= MAX_CALLS:

@@ -4,18 +4,18 @@ By default the text has the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-The text between the marks is a call if it is JSON, names an offered tool, and has an object as
-arguments, or none. They may also be called parameters. The JSON is decoded from its beginning, so a
-mark inside one of its strings ends nothing. Everything else stays text, so the agent sees a wrong
-call as the model wrote it. Nothing is repaired. White space is dropped around the reasoning, before
-a call and, if there are calls, at the end.
+The text between the marks is a call if it is JSON that names an offered tool. Its arguments must be
+an object, which may also be called `parameters`, or absent. The JSON is decoded from its beginning,
+so a mark inside one of its strings does not end the call. Everything else stays text, so the agent
+sees a wrong call as the model wrote it. White space is dropped around the reasoning, before a call
+and, if there are calls, at the end.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
-**Other forms.** `tool_call_parser` names a "module.function". It takes (text, tools), and returns
-the text outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such
-functions of SGLang's parsers. With such a function no call can be forced.
+**Other forms.** `tool_call_parser` names a function of (text, tools), which returns the text
+outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions of
+SGLang's parsers. With such a function no call can be forced.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def names_of(tools: Tools) -> list[str]:
 
 
 def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield where each pair of marks around a JSON value begins and ends, and the JSON."""
+    """For each JSON value between marks, yield where its marks begin and end, and the JSON."""
     at, last = 0, text.rfind("</tool_call>")
     while begin := OPEN.search(text, at, last):
         at = begin.end()
@@ -52,8 +52,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool = False) -> tuple[str, str]:
-    """Return the reasoning, and the text after it. If an answer has ended without the end mark of
-    its reasoning, all of it is text: the prompt began the reasoning, and the model skipped it."""
+    """Return the reasoning, and the text after it. If a whole answer has no mark that ends the
+    reasoning, all of it is text: the prompt began the reasoning, and the model skipped it."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -119,7 +119,7 @@ def parse(
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
     """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or "".
     With several tools the model writes the name. `begun` is the reasoning's opening mark, if the
-    prompt has it. Raises Refusal."""
+    prompt ends with one."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:
@@ -131,5 +131,5 @@ def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_c
 
 
 def find_parser(name: str | None) -> Parser:
-    """Return the named parser. Raises what the import raises."""
+    """Return the named parser."""
     return split_calls if name in HERMES else import_name(name)

@@ -1,4 +1,4 @@
-"""One call of an agent, from its place in the tree to the last byte of the reply.
+"""Answer a call of an agent, from its place in the tree to the last byte of the reply.
 
 A call enters the tree, its answer is generated and stored there, and then the reply is sent. So an
 agent that has read a reply can continue or reward it at once.
@@ -9,14 +9,14 @@ agent that has read a reply can continue or reward it at once.
     running    the last client that waits hangs up            failed; the server stops generating
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
-SDKs mark a retry by a header (x-stainless-retry-count). Without it, equal bodies are separate
-calls. A retry joins the newest call with its body. While that call runs, both get the same reply.
-If it has finished, its reply was lost and is sent again. If it failed, nobody has read any of it,
-and the retry becomes a new call.
+SDKs mark a retry by a header (x-stainless-retry-count); without this header, equal bodies are
+separate calls. A retry joins the newest call with its body. While that call runs, both get the same
+reply. If the call has finished, its reply was lost and is sent again. If the call failed, nobody
+has read any of its answer, and the retry becomes a new call.
 
 **Streams.** The text is sent only when the whole reply is there (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. Nothing is sent before the first event, so a call that
-is refused by then gets an HTTP status.
+fails earlier still gets an HTTP status.
 
 If a client makes equal calls on purpose, the retry of one may get the reply of a newer one.
 """
@@ -73,11 +73,11 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        if task.cancelled() or task.exception():  # reading it also keeps asyncio from complaining
+        if task.cancelled() or task.exception():  # asyncio would complain about an unread one
             self.fail()
 
     def fail(self) -> None:
-        """Stop generating, and leave the tree. A finished call stays."""
+        """Stop generating, and remove the call from the tree, unless it has finished."""
         self.task.cancel()
         self.session.cache.discard(self.id)
 
@@ -85,8 +85,8 @@ class Turn:
 
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
-        """Count this connection as waiting. The future is done when its client hangs up."""
-        hangup = asyncio.ensure_future(request.receive())  # only a disconnect can come
+        """Count this connection as waiting. The yielded future is done when its client hangs up."""
+        hangup = asyncio.ensure_future(request.receive())  # only a disconnect can still come
         self.listeners += 1
         try:
             yield hangup
@@ -139,7 +139,7 @@ class Turn:
 
 
 class EventStream(StreamingResponse):
-    """Sends events. Unlike Starlette's response, it lets the generator notice a hang-up itself, and
+    """Sends events. Unlike Starlette's response, this one lets the generator notice a hang-up, and
     closes the generator whenever sending ends."""
 
     media_type = "text/event-stream"

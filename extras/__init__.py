@@ -1,4 +1,4 @@
-"""Optional parts of a run. The core imports one only if a key or an option asks.
+"""Optional parts of a run. The core imports one only if a key or an option names it.
 
 The key `callbacks` names classes such as extras.doctor.Doctor. A run makes each as `Class(config)`
 and calls its methods on every rank; each method is optional:
@@ -10,8 +10,8 @@ and calls its methods on every rank; each method is optional:
 
 Other files plug into the engine's hooks, or hold functions that a key names.
 
-The helpers below read and write a run's folder for display. They never stop training: what cannot
-be read or written is skipped.
+The helpers below read and write a run's folder for display. To never stop training, they skip what
+cannot be read or written.
 """
 
 import json

@@ -1,16 +1,16 @@
 """Variants of the advantages for the key `actor.advantages`, and a filter of groups.
 
-Each variant changes what goes into ppo.compute_advantages, or what comes out. It calls `base`, so
-variants can be combined:
+Each variant changes what goes into ppo.compute_advantages, or what comes out. A variant calls
+`base`, so variants can be combined:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
 Example: three members of a group have the returns 1, 0 and 2. If the baseline is the group's mean,
-their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns: 0, -1.5
-and 1.5.
+their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns, which gives
+0, -1.5 and 1.5.
 
-One turn is one action: its reward comes at its last token, and cache.py has already added the
-rewards of later turns. So GAE stays within a turn, and a turn's KL lowers only its own return.
+A turn is one action: its reward comes at its last token, and cache.py has already added the rewards
+of later turns. So GAE stays within a turn, and a turn's KL lowers only its own return.
 """
 
 from collections.abc import Callable
@@ -109,8 +109,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """DAPO: a turn that was cut at its token limit might have succeeded with more tokens. So it is
-    masked in batch["loss_mask"], and counts in no loss and no baseline."""
+    """DAPO: a turn that was cut at its token limit might have succeeded with more tokens. So such
+    turns are masked in batch["loss_mask"], and count in no loss and no baseline."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     batch["loss_mask"] = batch["loss_mask"].masked_fill(cut, 0)
@@ -129,8 +129,8 @@ def row_mean(
 
 
 def informative(trajectory: Batch) -> bool:
-    """DAPO's dynamic sampling, for should_accept_fn: accept if, for some k, the rewards of the k-th
-    turns differ. Otherwise every advantage is 0."""
+    """DAPO's dynamic sampling, for should_accept_fn: accept a group if, for some k, the rewards of
+    its k-th turns differ. In other groups every advantage is 0."""
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]
     return any(bool((rewards[turns == k] != rewards[turns == k][0]).any()) for k in turns.unique())

@@ -1,10 +1,10 @@
-"""Evaluate the base model before the first step and the trained one after the last, on the same
-validation prompts. Then print both shares of successes with their Wilson intervals, and three of
-the conversations, before and after.
+"""Evaluate the base model before the first step and the trained model after the last, on the same
+validation prompts. Print both success rates with their Wilson intervals, and three conversations,
+before and after.
 
     callbacks: [extras.before_after.BeforeAfter]
 
-Both evaluations are kept, in eval_base.json and eval_trained.json, so a restarted run has them.
+A restarted run finds the first evaluation in eval_base.json. The second is in eval_trained.json.
 """
 
 import json
@@ -19,8 +19,6 @@ SHOWN = 3  # conversations
 
 
 class BeforeAfter:
-    """A callback."""
-
     def __init__(self, config: Any) -> None:
         self.path, self.run = config.valid_dataset.path, None
 

@@ -2,16 +2,17 @@
 
     python -m extras.chat runs/guess/NAME
 
-It serves the newest model in checkpoints/ and reads messages until the input ends (Ctrl-D). Every
-request holds the whole conversation; an empty line begins a new one. Answers are greedy. To play
-the demo, think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
+The command serves the newest model in checkpoints/ and reads messages until Ctrl-D. Every request
+holds the whole conversation; an empty line begins a new one. Answers are greedy. To play the demo,
+think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
 
 A small model has a small vocabulary. A message with an unknown word is not sent, because the model
 would read something else.
 
 If the run's agent has a method `converse(client, question)` (tasks/calculator.py), every message is
-a question to this agent, which really calls its tools. Without it the chat has no tools; then the
-command that it prints, `python -m extras.episode`, runs the agent once.
+a question to this agent, which really calls its tools. Other agents cannot chat, so the model
+answers without tools; the command printed at the start, `python -m extras.episode`, runs the agent
+once.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ async def show(conversation: AsyncIterator[dict]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Return 2 if there is no run or no model."""
+    """Chat until the input ends. Return 2 if there is no run or no model."""
     if "--help" in words:
         print(__doc__)
         return 0

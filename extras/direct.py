@@ -21,8 +21,8 @@ from proxy import Proxy, create_app
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """`engine` has `async agenerate(ModelRequest)`; `options` are those of Proxy. The client
-    also has the cache's methods for rewards and export."""
+    """The client also has the cache's methods for rewards and export. `engine` must have `async
+    agenerate(ModelRequest)`; `options` are those of Proxy."""
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
         proxy = Proxy(engine, tokenizer, secrets.token_urlsafe(), **options)

@@ -1,18 +1,18 @@
 """The doctor looks at a run after each step, and names what is wrong, why, and what to do.
 
-Each row of RULES is a rule. It measures the last lines of metrics.jsonl, and fires if the result is
-NaN or above a limit. For example, if kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps, its
-median 0.3 is above 0.2, so the rule `kl` fires: the doctor prints the cause and the remedy, once in
-a run.
+A rule of RULES measures the last lines of metrics.jsonl, and fires if the result is NaN or above a
+limit. For example, if kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps, the median 0.3 is
+above 0.2, so the rule `kl` fires: the doctor prints the cause and the remedy, once in a run.
 
-The doctor adds four metrics. Two tell whether the advantages teach anything and belong to their
-groups. Two tell whether a server has missed an update: after each update every server completes the
-same prompt, the canary, and the trainer scores the answers. A step may never end, so a thread looks
-every second for a function that blocks the event loop, and for steps whose groups are rejected.
+The doctor adds four metrics. One tells whether the advantages teach anything, and one whether they
+belong to their groups. The other two tell whether a server has missed an update: after each update
+every server completes the same prompt, the canary, and the trainer scores the answers. A step may
+never end, so a thread looks every second for a function that blocks the event loop, and for steps
+whose groups are rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
 a run that waits is slow but correct. `python -m extras.doctor runs/guess/one` checks a run
-afterwards. It exits with 1 if a rule fires, and with 2 if there is no run. A rule whose metric is
+afterwards, and exits with 1 if a rule fires, or 2 if there is no run. A rule whose metric is
 missing is skipped, so runs of older revisions can be checked.
 """
 
@@ -48,7 +48,7 @@ TICK = 0.05  # seconds between two looks at a loop that does not answer
 # After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
 CANARY_TOKENS = 16  # at most, in prompt and answer
-CANARY_MOVE = 1e-4  # if an update moves a trainer's score further, it must move each server's
+CANARY_MOVE = 1e-4  # an update that moves the trainer's score further must change the answers
 LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -268,7 +268,7 @@ TEXTS["blocked_loop"] = (
 
 
 def examine(lines: list[Record], config: Any) -> list[Record]:
-    """One finding for each rule that fires at the last line."""
+    """Return a finding for each rule that fires at the last line."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]
@@ -330,11 +330,11 @@ class Canary:
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
     weights they differ by rounding only, about 1e-6 nats in float32; a larger difference means that
     the weights differ. In bfloat16, rounding may hide a missed update. But then the server's answer
-    has the same bits as before, which gives it away.
+    has the same bits as before, which reveals it.
 
     The trainer does not wait for a busy server. It scores the previous answer with the new weights.
-    One step later, when the new answer has come, it compares their scores, up to the first
-    token that differs.
+    One step later, when the new answer has come, the trainer compares its scores with the new
+    answer's, up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -433,8 +433,8 @@ def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None
     On a starved machine every call takes long, and the code that happens to run is innocent. So we
     must see the same call at every look, for `seconds`. The time is counted in looks, because a
     starved process cannot look either. Meanwhile the thread must have slept inside the call (less
-    than a tenth of the time on a core) or have computed for half of `seconds`. A thread between the
-    two wants a core and does not get it.
+    than a tenth of the time on a core) or computed for half of `seconds`. A thread between the two
+    is waiting for a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)
@@ -484,7 +484,7 @@ class Doctor:
     def on_step(self, metrics: Record) -> None:
         self.step = metrics["step"]
         self.canary.start()
-        # No later step will read the last answer.
+        # After the last step, nobody else would read the answer.
         verdict = self.canary.finish() if self.step == self.run.last_step else {}
         if self.run.rank == 0:
             lines = self.run.history[-max(rule.steps for rule in RULES) :]
@@ -535,7 +535,7 @@ class Strict(Doctor):
 
 
 def main(words: list[str]) -> int:
-    """Check every step of a run. Return the exit code."""
+    """Check every step of a run."""
     folder = Path(*words)
     lines = read_records(folder / "metrics.jsonl")
     if not lines:

@@ -2,9 +2,9 @@
 
     python -m extras.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
 
-It starts a proxy and a small server (or uses a running one: --server URL), and calls
-`MyAgent().run(data)` as training does. Then it prints the tree of calls. Each call stands under the
-one that it continues, with its tokens and final reward. `tasks.guess.WORKFLOW` needs no --data,
+The command starts a proxy and a small server (or uses a running one: --server URL), and calls
+`MyAgent().run(data)` as training does. Then it prints the tree of calls. A call stands under the
+call that it continues, with its tokens and final reward. `tasks.guess.WORKFLOW` needs no --data,
 because its module has a dataset.
 
 If one conversation appears as two trees, the agent's framework has rewritten earlier messages;
@@ -36,7 +36,7 @@ from workflow import resolve_workflow
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
     """Draw an episode that was exported in style "individual". A conversation that reads an earlier
-    answer stands below it, and reads of several are counted."""
+    answer stands below that answer. The title counts all links."""
     links = sum(len(set(turn.reads) - {turn.parent}) for turn in interactions.values())
     root = Tree(f"{len(interactions)} turns" + f", {links} linked" * bool(links))
     branches: dict[Any, Tree] = {}

@@ -55,7 +55,7 @@ class Failures(logging.Handler):
         if self.counts[kind] == 1:
             self.first[kind] = text = f"{record.getMessage()}{place_of(error)}"
             print(f"{text}; traceback: {self.path}", file=sys.stderr, flush=True)
-            with suppress(OSError):  # a full disk hides no failure
+            with suppress(OSError):  # the disk may be full
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", errors="backslashreplace") as file:
                     print("".join(traceback.format_exception(error)), file=file)

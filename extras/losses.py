@@ -1,16 +1,16 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-Each changes the arguments of the loss in ppo.py and then calls it: GSPO passes another u,
-truncation another w. The loss that a variant calls is its argument `base`, so variants can be
-combined in a module of your own:
+A variant changes the arguments of another loss and then calls that: GSPO passes another u,
+truncation another w. By default the other loss is ppo.py's, but `base` may be another variant, so
+variants can be combined in a module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
-Most solve one of two problems. The ratio of a single token is noisy, so `gspo` and `row_weight`
-take that of a whole row. Server and trainer never agree exactly, so w is sometimes far too large or
-too small; `icepop`, `truncate` and `reject` bound the effect of such tokens. Only `reject` also
-sees whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox generates the
-row 131 times as often as pi_behav.
+Most variants solve one of two problems. The ratio of a single token is noisy, so `gspo` and
+`row_weight` take the ratio of a whole row. Server and trainer never agree exactly, so w is
+sometimes far too large or too small; `icepop`, `truncate` and `reject` bound the effect of such
+tokens. Only `reject` also sees whole rows: if each of 100 tokens has w = 1.05, no token looks
+wrong, but pi_prox generates the row 131 times as often as pi_behav.
 """
 
 import math
@@ -88,7 +88,7 @@ def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
 def leave_out(
     chosen: Tensor, base: Loss, *tensors: Tensor, loss_mask: Tensor, **keys: Any
 ) -> Result:
-    """The loss without the `chosen` tokens, which the mean still counts."""
+    """The loss without the `chosen` tokens, although the mean still counts them."""
     mask = loss_mask.bool()
     keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
     loss, stats = base(*tensors, mask & ~chosen, **keys)
@@ -170,7 +170,7 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1. The
+    """Every token gets a weight of its row. The geometric mean of w (how="mean") stays near 1. The
     product ("sum") is exact, but often far from 1 in a long row."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     # log w = 1/n sum_t log w_t, or the sum itself

@@ -2,16 +2,16 @@
 
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
-It starts nothing, and needs neither data nor weights nor GPUs, only the config.json of the model.
+A plan starts nothing. It needs no data, no weights and no GPUs, only the config.json of the model.
 run/launch.py chooses the servers and their GPUs, as in a run; this file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
-each in float32. A reference model adds 4 bytes. Each of a step's three phases frees its memory
-before the next one begins, so the step adds only the largest. A server keeps the weights, and the
-keys and values of server.max_total_tokens tokens.
+each in float32. A reference model adds 4 bytes. A step has three phases, and each frees its memory
+before the next begins, so the step adds only the largest. A server keeps the weights, and the keys
+and values of server.max_total_tokens tokens.
 
-Example: on one GPU, Qwen2.5-1.5B in bfloat16 needs 30.6 GiB. It keeps 23.0, a step with
-gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
+Example: to train Qwen2.5-1.5B in bfloat16, one GPU needs 30.6 GiB. The 16 bytes per parameter make
+23.0, a step with gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
 
 The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
 real layers and a real step, to 10 %. CUDA_BYTES is a guess.
@@ -160,7 +160,7 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if the processes on one GPU need more than `have` GiB.
 
-    Without GPUs, all processes share the machine's memory. The message names only what can help.
+    Without GPUs, all processes share the machine's memory. The message names only useful remedies.
     """
     actor, count = config.actor, config.server.count
     on_ranks = {
@@ -280,14 +280,14 @@ def describe_load(config: TrainConfig) -> str:
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
     """The bytes of all saved models, of two versions for the servers, and of two checkpoints with
-    parameters and moments: the last one, and the next while it is written."""
+    parameters and moments: the last one, and the one that is being written."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
     return (4 * models + 12 * 2 + 2 * number_bytes(config.actor)) * n
 
 
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
-    """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB. Return 0.
+    """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB.
 
     Raises ConfigError for a run that cannot work. If memory is lacking, the table is printed first.
     """

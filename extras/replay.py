@@ -7,7 +7,7 @@ Two runs with one seed differ, because a weight update interrupts a completion a
 one and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's
 name and a token's position, every random number. The small server computes the same bits for a
 completion, whatever else it computes and however often it is interrupted. A step depends only on
-weights and batch. So configuration and schedule.jsonl determine a run:
+weights and batch. So the configuration and schedule.jsonl together determine a run:
 
     {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     begins after step 0
     {"start":7,"version":2}                                            task 7 starts at version 2
@@ -18,9 +18,9 @@ weights and batch. So configuration and schedule.jsonl determine a run:
     {"pushed":5}                                                       servers have version 5
 
 A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
-tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started
-then, and waits for these and all other tokens of version 2. Then it trains, pushes version 3, and
-goes on with token 58. It generates only what a step consumed, and stops at the first difference.
+tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started at
+version 2, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on with
+token 58. A replay generates only what a step consumed, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """
@@ -75,7 +75,7 @@ def spans_of(response: ModelResponse) -> Spans:
 
 
 def task_of(call: str) -> int | None:
-    """The task of a training call: 7 for "7-3.1". None for other calls."""
+    """The task of a training call, 7 for "7-3.1"; None for other calls."""
     match = CALL.fullmatch(call)
     return int(match[1]) if match else None
 
@@ -148,7 +148,7 @@ class Schedule:
                 spans = [span for call in calls.values() for span in call["spans"]]
                 sound &= task < len(self.starts)  # tasks start in order
                 sound &= all(0 <= start <= v <= version for v in [version, *(v for v, *_ in spans)])
-            # The gate would admit no more.
+            # The gate never admits more groups.
             admitted = sum(self.starts.get(task, 0) <= version for task in used)
             sound &= admitted <= (eta + version + 1) * batch_size
             if not sound:
@@ -162,7 +162,7 @@ class Schedule:
 class Hooks(engine.Hooks):
     """Records the calls of training. In a replay, generates each token under its recorded version.
 
-    The trainer and all proxies append to one file. Each line is one write, so lines never mix.
+    The trainer and all proxies append to one file. A line is a single write, so lines never mix.
     """
 
     def __init__(self, schedule: str, replay: str = "") -> None:
@@ -250,7 +250,7 @@ def check(config: Any, folder: str) -> None:
 
 
 class Replay:
-    """The callback. In a replay, its `prepare_batch` replaces the executor's.
+    """The callback of a recorded run, and of a replay, whose batches `prepare_batch` makes.
 
     `replaying` is the folder of the run to repeat, up to step `until`.
     """
@@ -374,7 +374,7 @@ def compare(recorded: Path, run: Any, step: int) -> None:
 
 
 def main(argv: list[str]) -> Any:
-    """Repeat a run, and return the exit code."""
+    """Repeat a run."""
     from run import start
 
     parser = argparse.ArgumentParser(prog="python -m extras.replay", allow_abbrev=False)

@@ -3,7 +3,7 @@
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
 writes the page every few steps and when the run ends, also after Ctrl-C or a failure. The page
-needs only the files of the run, so even a crashed run has one:
+is made of the run's files, so even a crashed run has one:
 
     metrics.jsonl   the curves and the lags
     trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
@@ -102,8 +102,8 @@ def read_timeline(records: list[Record]) -> Record:
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
     """Sort the phases, and fill each gap of more than 1 ms between 0 and `last` with a new one.
 
-    It is named "start" at the beginning, "not running" around a restart, "stop" at the end, and
-    "other" between two phases. A phase that a kill has cut leaves a gap, too.
+    A gap at the beginning is named "start", around a restart "not running", at the end "stop", and
+    between two phases "other". A phase that a kill has cut leaves a gap, too.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -135,7 +135,7 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
     """Return states (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight.
 
-    They hold for the default loss (ppo.py) and the last pass over each row.
+    The states are those of the default loss (ppo.py) in the last pass over each row.
     """
     prox, A = batch["prox_logp"], batch["advantages"]
     u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
@@ -154,9 +154,7 @@ def read_step(
     path: Path, keys: PPOActorConfig, budget: int, words: dict[str, str]
 ) -> Record | None:
     """The step's groups, with turns until `budget` tokens are used up; None if the file is damaged.
-
-    The tokens' texts are added to `words`.
-    """
+    The tokens' texts are added to `words`."""
     try:
         with safe_open(path, "pt") as file:
             batch = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -196,7 +194,7 @@ def read_step(
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append a row's turns to `turns`, each with the entries of `names`. Return their positions.
 
-    A row may continue another, whose turns are at `above`. Turns that both rows share are not
+    A row may continue another row, whose turns are at `above`. Turns that both share are not
     appended again. A turn holds what follows its parent turn: new messages, then sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
@@ -305,7 +303,7 @@ class Report(Trace):
 
 
 def main(words: list[str]) -> int:
-    """Write the report of one or two folders. Return the exit code."""
+    """Write the report of one or two folders."""
     folders = [Path(word) for word in words]
     try:
         if not 1 <= len(folders) <= 2:

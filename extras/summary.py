@@ -18,8 +18,6 @@ from inference.io_struct import ModelRequest
 
 
 class Summary:
-    """The callback."""
-
     def __init__(self, config: Any) -> None:
         self.run: Any = None
 

@@ -1,9 +1,9 @@
 """Show a live table: the last steps, how far the run is, and what it is doing.
 
-The table needs a terminal that can overwrite its lines; a file gets only the run's own line for
-each step. A narrow terminal shows only the first columns. To save room, a counter has no column
-until it has counted something. Every SAMPLE_INTERVAL steps one conversation of the batch is
-printed, also to a file. So is the run's first side conversation. Control characters are escaped,
+The table needs a terminal that can overwrite its lines; in a file, the run's own line for each step
+stands instead. A narrow terminal shows only the first columns. To save room, a counter has no
+column until it has counted something. One conversation of the batch is printed every
+SAMPLE_INTERVAL steps, and also the run's first side conversation. Control characters are escaped,
 because a model wrote the text.
 """
 
@@ -67,15 +67,13 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Any) -> Live:
-        """Display what `content()` returns, twice a second. Two locks could deadlock."""
+        """Display what `content()` returns, twice a second, under one lock: two could deadlock."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2)
         live._lock = self._lock
         return live
 
 
 class Table:
-    """The callback."""
-
     def __init__(self, config: Any) -> None:
         self.config = config
         self.terminal = Terminal()
@@ -126,7 +124,6 @@ class Table:
         return " ".join(self.run.inputs.tokenizer.decode(ids, skip_special_tokens=False).split())
 
     def screen(self) -> Group:
-        """What the terminal shows now."""
         history, steps, width = self.run.history, self.run.last_step, self.terminal.width
         table = Grid(box=None, header_style="bold", pad_edge=False)
         shown = []

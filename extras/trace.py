@@ -1,12 +1,13 @@
 """Write trace.json, a Chrome trace for chrome://tracing, ui.perfetto.dev and the report.
 
-It has two tracks. On "rollout" each prompt group is a bar from start to finish, with its versions
-and rewards; points mark what became of it. On "trainer" each step is a sequence of phases:
+The trace has two tracks. On "rollout" each prompt group is a bar from start to finish, with its
+versions and rewards; points mark what became of the group. On "trainer" each step is a sequence of
+phases:
 
     rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
 
 The executor reports the groups' events as they happen. The phases' lengths come from the step's
-metrics. They are laid end to end, and the last one includes the few milliseconds between them.
+metrics. The phases are laid end to end, and the last one includes the milliseconds between them.
 """
 
 import json
@@ -40,7 +41,7 @@ class Trace:
         if run.rank or any(
             getattr(f, "__func__", f) is Trace.on_event for f in run.executor.listeners
         ):
-            return  # a Report is a Trace, too, and only one writes
+            return  # a Report is a Trace, too, and only one of the two may write
         earlier = read_records(self.path)
         with suppress(OSError):
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

@@ -3,7 +3,7 @@
     callbacks: [extras.vcpo.VCPO]
 
 A gradient over M tokens weighted by w is as noisy as an unweighted one over
-ESS = (sum w)^2 / sum w^2 tokens. So lr <- lr * (ESS / M)^power in every optimizer step. Scaling the
+ESS = (sum w)^2 / sum w^2 tokens. So every optimizer step takes lr * (ESS / M)^power. Scaling the
 gradient instead would do nothing, because AdamW normalises it.
 """
 

@@ -7,8 +7,8 @@ type or raises Refusal, which the proxy answers with status 400:
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Some clients cannot read NaN, half a surrogate pair or hundreds of levels of nesting, so such text
-is refused at once.
+Some clients cannot read NaN, half a surrogate pair or hundreds of levels of nesting, so such values
+are refused at once.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # orjson writes 254 levels of nesting; these are left for what encloses a value
+ROOM = 50  # levels of nesting, of the 254 that orjson writes, for what will enclose a value
 
 
 class Refusal(ValueError):
@@ -30,7 +30,7 @@ class Refusal(ValueError):
 
 def read_json(text: str) -> Any:
     """Return the value of a JSON text. As in JavaScript, 2.0 becomes 2, and an integer of more than
-    64 bits a float. Raises ValueError."""
+    64 bits becomes a float."""
     value = orjson.loads(text)
     write_json(value, "JSON")  # refuses a value that is nested too deeply
     return _whole(value)
@@ -62,7 +62,7 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
     """Return the field at a dotted path, or `default` if it is absent or null. `where` is the path
-    of `body` itself. Raises Refusal if the value is no `kind`."""
+    of `body` itself. Raises Refusal if the value is not a `kind`."""
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
@@ -71,12 +71,12 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: str) -> Any:
-    """Import module.name, and raise what the import raises. pkgutil.resolve_name would hide an
+    """Import module.name. Any error is raised as it is; pkgutil.resolve_name would hide an
     ImportError inside the module."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:
-    """Make the object {class path: its arguments}. {} makes None."""
+    """Make an object from {class path: its arguments}, or None from {}."""
     return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

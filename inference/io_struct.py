@@ -12,12 +12,12 @@ version:
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
 Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
-reports only `weight_version`, the version at the end of the answer. The finish reason `abort` means
-that a pause interrupted the request. If it has a status code, the request failed.
+reports only `weight_version`, the version at the end of the answer. A finish reason with a status
+code says that the request failed; otherwise `abort` says that a pause interrupted it.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
 penalty or a grammar the server samples from another distribution, so training leaves these tokens
-out (`trains_exactly`). Names follow AReaL's areal/api/io_struct.py.
+out (`trains_exactly`).
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Of keys: unknown ones and wrong values are errors, also when set later.
+# An unknown key or a wrong value is an error, also when it is set later.
 CHECKED = ConfigDict(
     extra="forbid",
     validate_assignment=True,
@@ -82,7 +82,7 @@ class GenerationHyperparameters(Sampling):
         return self.model_copy(update=changes)
 
     def for_call(self, **more: Any) -> "CallParameters":
-        """Return the parameters of one call: these, changed by `more`."""
+        """Return these parameters, changed by `more`, for one call."""
         return CallParameters(**self.model_dump() | more)
 
     @property
@@ -97,8 +97,6 @@ class GenerationHyperparameters(Sampling):
 
 
 class CallParameters(GenerationHyperparameters):
-    """The sampling parameters of one call."""
-
     presence_penalty: Penalty = 0.0
     json_schema: str | None = None  # needs a server with grammars
     seed: int | None = None
@@ -150,7 +148,7 @@ class ModelResponse:
         return len(self.output_tokens)
 
     def extend(self, segment: "ModelResponse") -> None:
-        """Append a segment's tokens. Its stop reason becomes ours."""
+        """Append a segment's tokens, and take over its stop reason."""
         self.output_tokens += segment.output_tokens
         self.output_logprobs += segment.output_logprobs
         self.output_versions += segment.output_versions
@@ -158,7 +156,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of a call: a hash, so it does not depend on the order of calls."""
+    """Return the seed of a call. As a hash it does not depend on the order of calls."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -188,10 +186,9 @@ def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
-    Raises EngineError with status 400 if the server says that the request is wrong, 503 if the
-    server says that it failed, and 502 if the answer lacks ids, logprobs or versions, or
-    contradicts itself. A server with only a part of its new weights reports "7-incomplete", which
-    is no version.
+    Raises EngineError with status 400 if the server calls the request wrong, 503 if the server has
+    failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. A server
+    that has only a part of its new weights reports "7-incomplete", which is no version.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

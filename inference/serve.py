@@ -1,8 +1,8 @@
 """Serve a web application, the proxy or the small inference server, from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default, and another address only with a key. It checks its parent's id every
-half second, to end when the parent does. A pipe would stay open in children that an agent forks.
+binds 127.0.0.1 by default, and another address only with a key. To end with its parent, a server
+checks the parent's id every half second; a pipe would stay open in children that an agent forks.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from inference.fields import Refusal, as_object
 
 
 def free_port() -> int:
-    """A free port from 20000 to 31999, a range that outgoing connections do not use."""
+    """A free port from 20000 to 31999, because outgoing connections do not use this range."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -48,7 +48,7 @@ def raise_open_files() -> None:
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Call `act` in a thread when this process has lost its parent."""
-    # The trainer says its pid, because it may be killed before its child can ask for it.
+    # The trainer passes its pid, because it may be killed before its child can ask for it.
     parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:
@@ -60,7 +60,7 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
-    """Serve until a signal comes or, if asked, the parent ends."""
+    """Serve until a signal comes or, with `exit_with_parent`, the parent ends."""
     # Clients close idle connections earlier, so no request meets a closing one.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
@@ -86,7 +86,7 @@ def check_key(request: Request, key: str) -> None:
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body, {} if empty. Raises Refusal."""
+    """Return the JSON object of a body, {} if the body is empty."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
@@ -98,8 +98,7 @@ def reply(body: Any, status: int = 200) -> Response:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """Load the tokenizer of a model folder without torch, which takes seconds to import. Raises
-    ValueError."""
+    """Load the tokenizer of a model folder without torch, which takes seconds to import."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer

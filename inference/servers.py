@@ -4,11 +4,11 @@ All conversations of a prompt group go to one server, which computes the shared 
 `rank_servers` gives a group the same order of servers in every process. If a server fails, its
 request goes to the next one.
 
-A server may have been restarted with its first weights, or may have missed an update. So every
-answer is checked. No token may be newer than the trainer's version (`limit`). None may be older
-than the newest version known when the request was sent (`newest`), because an update changes all
-servers before any continues. If an update fails half way, the servers report version
-"7-incomplete", which no engine accepts.
+A server may have been restarted with its first weights, or may have missed an update. So the
+versions of every answer are checked. No token may be newer than the trainer's version (`limit`).
+And because an update changes all servers before any continues, no token may be older than the
+newest version that was known when the request was sent (`newest`). If an update fails half way, the
+servers report version "7-incomplete", which no engine accepts.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 
 
 class Servers:
-    """The servers at `addresses`, whose API key is `key`. Tests replace the network."""
+    """The servers at `addresses`, whose API key is `key`."""
 
     def __init__(
         self,
@@ -58,8 +58,7 @@ class Servers:
     ) -> dict[str, Any]:
         """POST `body`, or GET if it is None, and return the parsed answer.
 
-        Raises EngineError if the answer takes longer than `timeout` seconds, or with the server's
-        message if it is an error.
+        Raises EngineError if the answer takes longer than `timeout` seconds, or is an error.
         """
         client, method = await self._client.get(), "GET" if body is None else "POST"
         patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
@@ -92,8 +91,8 @@ class Servers:
         return answers
 
     def check_versions(self, url: str, versions: list[int], sent_after: int) -> None:
-        """Check the versions of a server's tokens, and update `newest`. `sent_after` is its value
-        when the request was sent. Raises EngineError (503)."""
+        """Check the versions of a server's tokens, and update `newest`. `sent_after` is what
+        `newest` was when the request was sent. Raises EngineError (503)."""
         if wrong := [v for v in versions if not sent_after <= v <= self.limit]:
             why = f"version {wrong[0]} instead of {sent_after} to {self.limit}: was it restarted?"
             raise EngineError(f"{url} sent {why}", 503)

@@ -1,8 +1,8 @@
 """Send new weights to running servers.
 
-In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. This needs a
-shared file system; on one machine, /dev/shm is memory. In mode `distributed` trainer and servers
-join an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang 0.5.20.
+In mode `disk` the trainer writes a Hugging Face folder, and every server reads it, so they need a
+shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join
+an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang 0.5.20.
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -11,11 +11,11 @@ join an NCCL or gloo group, and the trainer broadcasts its tensors. This needs S
     label "7"                  in mode disk, the load itself sets it
     set_version(7), resume     the gate admits new groups, and the servers go on
 
-If an update fails half way, some servers have version 7 and some 6. The label stays, and the run
-ends. A folder appears under its name only when it is complete. In mode distributed each update
+If an update fails half way, some servers have version 7 and some 6; the label "7-incomplete" stays,
+and the run ends. A folder gets its name only when it is complete. In mode distributed each update
 makes its own group, so servers may come and go between updates. With NCCL, a rank that joins the
-group, broadcasts or leaves waits until all ranks do the same, so a thread sends the request to the
-servers meanwhile.
+group, broadcasts or leaves waits until all ranks do the same. So a thread sends the servers'
+request meanwhile.
 """
 
 import shutil
@@ -53,7 +53,7 @@ class WeightUpdateMeta:
         return Path(self.path).absolute() / f"v{self.version}"
 
 
-# ---- the trainer's side: gather the weights of a sharded model, and write them
+# ---- the trainer's side
 
 
 def named_buckets(
@@ -63,8 +63,8 @@ def named_buckets(
     holds the whole model.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
-    bucket empties the one before. Names and shapes are those of the checkpoint files. In memory
-    transformers fuses the experts of a mixture, and a server would skip the fused names.
+    bucket empties the one before. Names and shapes are those of the checkpoint files, because
+    transformers fuses a mixture's experts in memory, and servers would skip the fused names.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -163,8 +163,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Make a request to all servers in a thread while the block runs. The request's error replaces
-    the block's, which may be only a consequence."""
+    """Make a request to all servers in a thread while the block runs. An error of the request
+    replaces an error of the block, which may be only its consequence."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:
@@ -187,8 +187,7 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a process group other than torch's default one. Rank 0 listens at address and port.
 
-    The store's keys get the three prefixes that torch.distributed gives them in SGLang, so that
-    trainer and servers meet.
+    The store's keys get the same three prefixes as in SGLang, so that trainer and servers meet.
     """
     import torch.distributed as dist
 

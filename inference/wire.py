@@ -16,12 +16,12 @@ KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
 
 
 def many_connections(http: Any = httpx) -> dict[str, Any]:
-    """Options that give every request in flight its own connection. `http` is httpx or the module
-    that the openai SDK uses instead."""
+    """Give every request in flight its own connection. `http` is httpx or the module that the
+    openai SDK uses instead."""
     return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)}
 
 
-# Without the cache every new client would spend 40 ms on the certificates.
+# Without the cache every new client would take 40 ms to read certificates.
 ssl_context = functools.cache(httpx.create_ssl_context)
 
 
@@ -30,7 +30,7 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop:
-    """One object for each event loop. The first `get` makes it, the loop's end closes it."""
+    """An object for each event loop. The first `get` makes it, and the loop's end closes it."""
 
     def __init__(
         self,

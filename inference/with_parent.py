@@ -1,8 +1,8 @@
-"""`python -m inference.with_parent COMMAND ...` runs a command that ends with our parent.
+"""`python -m inference.with_parent COMMAND ...` runs a command, and ends it with our parent.
 
 SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM.
-When it has ended, or after three seconds, our process group gets SIGKILL, so start this in its own
-session.
+When the command has ended, or after three seconds, our whole process group gets SIGKILL. So start
+this module in its own session.
 """
 
 import os

@@ -2,18 +2,18 @@
 
 A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
 run as the staleness gate allows. `DispatchState` makes all decisions, without a clock, thread or
-lock. So the simulator can run them in virtual time, and the exploration can try every order of
-events (docs/results.md). `BatchTaskDispatcher` carries the decisions out in one event loop, where
-hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
-trainer's thread hands in work and waits.
+lock. So the simulator can take the same decisions in virtual time, and the exploration can try
+every order of events (docs/results.md). `BatchTaskDispatcher` carries the decisions out in one
+event loop, where hundreds of episodes wait for tokens at the same time. Only this loop changes the
+state; the trainer's thread hands in work and waits.
 
-AReaL polls in a producer and a consumer thread. Here, `_produce` starts tasks when the gate may
-have opened, and `_run` records how a task ended.
+Instead of AReaL's two polling threads, `_produce` starts tasks when the gate may have opened, and
+`_run` records how a task ended.
 
 rollout.stale chooses the groups of a batch. `wait` takes the B unconsumed groups that started
-first, so one slow group delays its batch. `mask` and `drop` take those that finished first; `mask`
-leaves out tokens that are too old, and `drop` leaves out whole groups. No trained token is more
-than eta versions old: staleness.py has the proof, and `take` checks it.
+first, so one slow group delays its batch. `mask` and `drop` take the groups that finished first,
+and leave out tokens or whole groups that are too old. No trained token is more than eta versions
+old: staleness.py has the proof, and `take` checks it.
 
 If a task returns None or raises, it is rejected and another one is drawn. The run stops after
 `max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From
@@ -43,7 +43,7 @@ class DispatchState:
     manager: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version in a result
     stale: str = "wait"  # wait, mask or drop
-    # for mask: leaves tokens older than a version untrained; None if nothing is left
+    # for mask: leaves tokens older than a version out of the loss; None if no token is left
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
     max_failures: int = 0  # 0 means max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None
@@ -52,12 +52,12 @@ class DispatchState:
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    errors: list[BaseException] = field(default_factory=list)  # raised by the latest tasks in a row
+    errors: list[BaseException] = field(default_factory=list)  # of the latest tasks, if all raised
 
     # ---- questions
 
     def may_start(self) -> int:
-        """How many tasks may start now; 0 or less means none."""
+        """How many tasks may start now; none if negative."""
         return 0 if self.paused else self.manager.get_capacity()
 
     def in_flight(self) -> set[int]:
@@ -65,14 +65,14 @@ class DispatchState:
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
-        """The `count` groups to consume next, by task id, or {} if one is unfinished."""
+        """Return the `count` groups to consume next by task id, or {} if one is unfinished."""
         finished = ((i, data) for i, data in self.order.items() if data is not None)
         chosen = self.order.items() if self.stale == "wait" else finished
         batch = {i: data for i, data in islice(chosen, count) if data is not None}
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """The part of a finished group that a step may train, or None."""
+        """Return the part of a finished group that a step may train, or None."""
         if self.stale == "mask":
             return self.without_older(data, self.manager.oldest_version())
         fresh = self.stale == "wait" or self.manager.is_fresh(self.head_version(data))
@@ -97,15 +97,15 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended. Without data it is rejected, and with an error also failed.
-        Raises RuntimeError after too many failures or rejections.
+        """Record that a task ended. A task without data is rejected; with an error it has failed,
+        too. Raises RuntimeError after too many failures or rejections.
         """
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []
         if data is not None:
             self.order[task_id] = data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # finished groups are in order of finish
+                self.order.move_to_end(task_id)  # keeps finished groups in order of finish
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
             return
@@ -150,7 +150,7 @@ class DispatchState:
     def take_task(self, task_id: int) -> list[Any]:
         """Return [result] of a finished task, [None] of a rejected one, [] of others.
 
-        Each result is returned once. Raises KeyError for an unknown id.
+        A second call for the same id raises KeyError, as for an unknown one.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
@@ -166,7 +166,7 @@ class BatchTaskDispatcher:
     """Run tasks in an event loop, and return results that are not too old.
 
     `task_factory(task)` makes the coroutine of a task, which returns a prompt group, or None to
-    reject the task. The trainer's thread calls the methods.
+    reject the task.
     """
 
     task_factory: Callable[[Any], Coroutine[Any, Any, Any]]
@@ -213,7 +213,6 @@ class BatchTaskDispatcher:
         return self._wait(take)
 
     def in_flight(self) -> set[int]:
-        """The ids of tasks that a later step may consume."""
         return self.change(self.state.in_flight)
 
     def pause(self) -> None:
@@ -274,7 +273,7 @@ class BatchTaskDispatcher:
             self.stopped.set_exception(error)
 
     def destroy(self) -> None:
-        """Cancel the episodes, let them clean up, and end the thread. May be repeated."""
+        """Cancel the episodes, let them clean up, and end the thread."""
         self.fail(RuntimeError("the rollout is destroyed"))
         if self.thread.is_alive():
             self.call_soon(self._end.set)
@@ -284,7 +283,7 @@ class BatchTaskDispatcher:
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._end.wait())  # then the runner cancels the episodes and waits
+            runner.run(self._end.wait())  # then the runner cancels the episodes and awaits them
 
     def _produce(self) -> None:
         for task in self.state.start():

@@ -5,20 +5,20 @@
 version 0; the first call returns four of them and leaves four for the second.
 
 A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
-When the gate admits it (dispatcher.py), its episodes run as a group (workflow.py). Their tensors
-are completed (trajectory.py), shown to should_accept_fn, and written as text to
+When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). The
+group's tensors are completed (trajectory.py), shown to should_accept_fn, and written as text to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
 If a workflow returns None or raises, its sample is rejected and another one is drawn. A sample
 keeps the workflow and the arguments of the call that drew it.
 
-**A restart** draws the samples again from the first, and skips closed positions: those consumed or
-rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint holds
-{"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
+**A restart** draws the samples again from the first, and skips the closed positions, whose samples
+were consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint
+holds {"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
 
-After a restart the positions are wrong if the run used two dataloaders, or `submit`, which takes
-an id, too. rollout_batch does not return if other groups fill the gate.
+After a restart the positions are wrong if the run used two dataloaders or called `submit`, which
+also takes ids. rollout_batch waits for ever if other groups fill the gate.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class RolloutTask(NamedTuple):
 class WorkflowExecutor:
     """Attach the rollout methods to the engine.
 
-    They take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is the
-    number of episodes per prompt, by default gconfig.n_samples.
+    The methods take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is
+    the number of episodes per prompt, by default gconfig.n_samples.
     """
 
     engine: Any
@@ -147,9 +147,9 @@ class WorkflowExecutor:
         return trajectory.concat_padded_tensors(groups)
 
     def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
-        """Run one episode per sample, and return the results, with None for a rejected or failed
-        one. No step trains on these episodes, so the gate does not count them. Agents sample with
-        `eval_gconfig`.
+        """Run one episode per sample, and return the results; None stands for a rejected or failed
+        episode. No step trains on these episodes, so the gate does not count them. Agents sample
+        with `eval_gconfig`.
         """
         sampling = (self.eval_gconfig or self.gconfig).new(n_samples=1).model_dump()
         how = self._resolve(workflow, None, None, 1, sampling)
@@ -232,7 +232,7 @@ class WorkflowExecutor:
                 where = self.dump_dir / context.stat_scope(), newest, self.tokenizer
                 await asyncio.to_thread(trajectory.dump, group, task.task_id, *where)
         except BaseException as error:
-            if not self.dispatcher.stopped.done():  # else a stop has cancelled it
+            if not self.dispatcher.stopped.done():  # a stop cancels episodes, which is no failure
                 what = f"{context.stat_scope()} task {task.task_id}"
                 logger.warning("%s failed: %r", what, error, exc_info=error)
             raise

@@ -1,8 +1,9 @@
 """A reward is a finite number, and computing it delays no other episode.
 
-All episodes share one event loop: no agent goes on while a reward is computed there. So
-AsyncRewardWrapper runs a plain function in a process (workers.py), which it kills at the time
-limit. The time counts from when the process takes the call. A coroutine function runs in the loop.
+All episodes share one event loop: while a reward is computed there, no agent goes on. So
+AsyncRewardWrapper runs a plain function in a process (workers.py), and kills the process at the
+time limit. Time spent waiting for a free process does not count. A coroutine function runs in the
+loop.
 
 If a reward function fails, its episode fails, because a reward of 0 would mislead the policy.
 """

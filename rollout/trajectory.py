@@ -16,13 +16,13 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. Nothing 
 | rewards | float32 [B] | final reward of the row's last turn | |
 | truncated | int32 [B] | 1 = the last turn reached its token limit | |
 | side_conversations | int32 [B] | 1 = untrained side conversation (cache.py) | |
-| masked | int32 [B] | tokens left out of the loss because they are too old (staleness.py) | |
+| masked | int32 [B] | number of tokens that are too old for the loss (staleness.py) | |
 | parents | int32 [B] | row, within the task, that this row continues; -1 = none | |
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 
 A workflow returns at least input_ids and attention_mask; `complete` adds the rest. Without
-loss_mask nothing trains. Without turn_ids, a row's trained tokens are one turn.
+loss_mask, no token is trained. Without turn_ids, a row's trained tokens are one turn.
 """
 
 import json
@@ -63,7 +63,7 @@ Trajectory = dict[str, Tensor]
 
 
 def version_span(traj: Trajectory, tokens: Tensor) -> tuple[int | None, int | None]:
-    """Return the oldest and the newest version of the tokens in a mask (B, L), or None twice."""
+    """Return the oldest and the newest version of the tokens in a mask (B, L), or (None, None)."""
     versions = traj["versions"][tokens].tolist()
     return min(versions, default=None), max(versions, default=None)
 
@@ -107,7 +107,7 @@ def check_trajectory_format(traj: Any) -> None:
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Add every missing key of the table, and give the others the table's dtype. Without
-    `versions`, sampled tokens get `version`, at which the episode started: none is older.
+    `versions`, sampled tokens get `version`, at which the episode started: no token can be older.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
@@ -125,8 +125,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. A key whose tensor has no L in some trajectory is only
-    stacked. Raises ValueError if there is no trajectory, or if their keys differ.
+    Tensors [B, L, ...] are padded along L. A key whose tensor lacks the dimension L in some
+    trajectory is only stacked. Raises ValueError if there is no trajectory, or if keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")
@@ -147,8 +147,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield each row's record (AReaL's page "Rollout Workflow"). The completion begins with the
-    first generated token, and contains what other roles said between turns."""
+    """Yield each row's record (AReaL's page "Rollout Workflow"). The completion goes from the
+    first generated token to the end of the row, with what other roles said between turns."""
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
         ids = row["input_ids"][row["attention_mask"]].tolist()

@@ -10,13 +10,13 @@ If the block ends well, its process serves the next block, so global variables k
 After an exception, a time limit or a cancellation the process is killed with its whole process
 group.
 
-A call is a pickle with the function's name, so the process imports the function's module, not the
-main script. A result comes back as JSON, because an agent's pickle could run code in the trainer.
-What the code prints, and the traceback of what it raises, go to the run's standard error. Processes
-end with the trainer, and get none of its keys.
+A call is sent as a pickle that names the function, so the process imports the function's module,
+but not the main script. A result comes back as JSON, because an agent's pickle could run code in
+the trainer. What the code prints, and the traceback of what it raises, go to the run's standard
+error. Processes end with the trainer, and get none of its keys.
 
-A process that left the group (setsid) is not killed. A coroutine that ignores its cancellation does
-not end. Windows is not supported.
+A process that has left the group (setsid) is not killed. A coroutine that ignores its cancellation
+goes on. Windows is not supported.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve
 
 
 async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
-    """Await `work`. After `seconds` it is cancelled, and TimeoutError(words) is raised."""
+    """Await `work` for at most `seconds`; then cancel it, and raise TimeoutError(words)."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -51,8 +51,8 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
 
 
 class Worker:
-    """A process that runs one call after another, and a thread that waits for its answers. uvloop's
-    own subprocesses would outlive their loop."""
+    """A process that runs one call after another, and a thread that waits for its answers. We do
+    not use uvloop's subprocesses, because they would outlive the loop."""
 
     def __init__(self) -> None:
         words = sys.executable, "-u", "-c", CODE.format(sys.path, os.getpid())
@@ -67,7 +67,7 @@ class Worker:
         try:
             answer = await loop.run_in_executor(self._thread, self._exchange, call)
         except asyncio.CancelledError:
-            self.kill()  # before the session ends, which the agent would meet
+            self.kill()  # at once, so that the agent makes no call to an ended session
             raise
         if not answer:
             code, name = self.process.wait(), getattr(function, "__qualname__", function)
@@ -78,22 +78,21 @@ class Worker:
         return value
 
     def _exchange(self, call: bytes) -> bytes:
-        """Block the thread until the process answers, or is gone."""
+        """Send a call, and block this thread until the process answers or is gone."""
         with suppress(BrokenPipeError):
             self.process.stdin.write(call)
             self.process.stdin.flush()
         return self.process.stdout.readline()
 
     def kill(self) -> None:
-        """End the process and its group."""
-        with suppress(ProcessLookupError, PermissionError):  # the group is empty (Linux, macOS)
+        with suppress(ProcessLookupError, PermissionError):  # Linux, macOS: the group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
             self._thread.shutdown()
 
 
 class WorkerPool:
-    """At most `size` processes for one event loop. They start when they are needed."""
+    """At most `size` processes for one event loop, each started when it is needed."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
@@ -120,10 +119,10 @@ class WorkerPool:
 
 
 def serve(trainer: int) -> None:
-    """Run calls until the trainer, whose pid this is, is gone."""
+    """Run calls until the trainer is gone. `trainer` is its pid."""
     calls, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the user's code prints must not be an answer
+    os.dup2(2, 1)  # what the user's code prints must not look like an answer
 
     def follow_trainer() -> None:
         while os.getppid() == trainer:

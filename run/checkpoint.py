@@ -1,10 +1,10 @@
 """Save and load the checkpoints of a run.
 
 recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed.
-Prompts whose answers were not yet consumed are run again, so no prompt is skipped and none is
-trained on twice. A folder gets this name when it is complete. The one before is kept, for a disk
-may damage the newest: sums.json has the checksum of every file. After a restart, metrics.jsonl
-loses the lines of later steps (run/log.py).
+Prompts whose answers were not yet consumed run again, so no prompt is skipped and none is trained
+on twice. A checkpoint gets its name when it is complete. The checkpoint before it is kept, because
+the disk may damage the newest; sums.json has the checksum of every file. On a restart, run/log.py
+removes the lines of later steps from metrics.jsonl.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
         (partial / SUMS).unlink(missing_ok=True)  # a kill may have left it
         sums = {path.name: checksum(path) for path in partial.iterdir()}
         (partial / SUMS).write_text(json.dumps(sums))
-        shutil.rmtree(new, ignore_errors=True)  # it was damaged
+        shutil.rmtree(new, ignore_errors=True)  # a damaged one, if there is any
         before = sorted(folder.glob("step*"))
         partial.rename(new)
         for old in before[:-1]:
@@ -52,7 +52,7 @@ def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
 
 
 def find_whole(recover: Path) -> Path | None:
-    """The newest checkpoint whose files are as they were written."""
+    """The newest checkpoint that is not damaged, or None if there is no checkpoint."""
     folders = sorted(recover.glob("step*"), reverse=True)
     for folder in folders:
         path = folder / SUMS

@@ -1,8 +1,8 @@
 """Every key of the configuration, with its default, its range and its meaning.
 
-A key's type gives its range, and the text below it is its help. YAML recipes and `key=value` words
-are merged; the later value wins. Then `TrainConfig.model_validate` checks everything, before any
-process starts.
+A key's type gives its range, and the text below the key is its help. YAML recipes and `key=value`
+words are merged; the later value wins. `TrainConfig.model_validate` then checks everything, before
+any process starts.
 """
 
 import argparse
@@ -25,8 +25,7 @@ from inference.io_struct import CHECKED, GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """Return the file of a module. Nothing is imported, because torch takes seconds. Raises
-    ValueError."""
+    """Return the file of a module without importing it, because torch takes seconds to import."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # no such package
@@ -56,8 +55,6 @@ Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Cl
 
 
 class Keys(BaseModel):
-    """A group of keys."""
-
     model_config = CHECKED
 
 
@@ -251,7 +248,7 @@ class WeightUpdateConfig(Keys):
 
 
 class TrainConfig(Keys):
-    """A run's keys."""
+    """All keys of a run."""
 
     mode: Literal["train", "eval"] = "train"
     """train, or eval: only evaluate"""
@@ -296,7 +293,6 @@ class TrainConfig(Keys):
 
     @property
     def run_dir(self) -> Path:
-        """The folder that the run writes to."""
         return Path(self.fileroot) / self.experiment_name / self.trial_name
 
     @property
@@ -322,7 +318,7 @@ ALIASES = {  # other names of keys, from AReaL's documents
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong. The message is one line that says what to change."""
+    """The configuration is wrong. The message, on one line, says what to change."""
 
     is_verdict = True  # the message says everything: no traceback
 
@@ -381,7 +377,7 @@ def rename(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Read a recipe, given as a file or by its name in configs/. Raises ConfigError."""
+    """Read a recipe, given as a file or by its name in configs/."""
     path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
     with one_line(f"--config {name}"):
         return dict(flatten(yaml.safe_load(path.read_text()) or {}))

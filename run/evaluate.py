@@ -1,8 +1,8 @@
 """Evaluation runs one episode per validation prompt, and summarises the rewards.
 
-During training these episodes run beside the staleness gate, under the newest weights. `python
-train.py mode=eval` evaluates a model alone; with evaluator.base_url=URL it evaluates another
-endpoint instead (extras/endpoint.py).
+During training these episodes bypass the staleness gate, and use the newest weights. `python
+train.py mode=eval` evaluates a model without training; with evaluator.base_url=URL it evaluates
+another endpoint instead (extras/endpoint.py).
 """
 
 import json
@@ -25,8 +25,8 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 
 def wilson(p: float, n: int) -> tuple[float, float]:
-    """The Wilson interval, which has the true share with a probability of 95 %, if `p` is the share
-    among n samples. Unlike p +- 1.96 sqrt(p (1 - p) / n), it is right near 0 and 1."""
+    """The Wilson interval of a share `p` of n samples. With a probability of 95 % it contains the
+    true share, also near 0 and 1, where p +- 1.96 sqrt(p (1 - p) / n) is wrong."""
     # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
@@ -34,8 +34,8 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
-    """Return and print the mean reward, its standard error, the share of successes among all
-    episodes with its Wilson interval, the number of episodes, and how many had no reward (None)."""
+    """Return and print the metrics. An episode without a reward (None) is no success, and does not
+    count in the mean reward."""
     found = [reward for reward in rewards if reward is not None]
     n = len(found)
     success = inputs.success(found) * n / len(rewards) if n else 0.0
@@ -54,7 +54,7 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
 
 
 def conclude(run_dir: Path, found: Evaluation) -> None:
-    """Write eval.json. Exits with an error if no episode has a reward."""
+    """Write eval.json, and exit with an error if no episode has a reward."""
     (run_dir / "eval.json").write_text(json.dumps(found))
     if found["eval_episodes"] == found["eval_rejected"]:
         sys.exit("error: no episode of the evaluation has a reward")

@@ -2,7 +2,8 @@
 
 A task is a module that defines `dataset(split)` and `WORKFLOW` (tasks/guess.py, tasks/gsm8k.py). It
 may define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
-`make_model(path, seed)` for a small base model. Configuration keys replace parts of the task.
+`make_model(path, seed)` for a small base model. Configuration keys replace parts of the task. A
+missing or broken input raises ConfigError.
 """
 
 import hashlib
@@ -20,8 +21,7 @@ from run.config import ConfigError, TrainConfig, find_source, one_line
 
 
 def base_model_path(config: TrainConfig) -> str:
-    """Return the folder of the task's base model. Its name depends on the sources that make it.
-    Raises ConfigError."""
+    """Return the folder of the task's base model. Its name has a hash of the model's sources."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
         content = b"".join(source.read_bytes() for source in sources)
@@ -30,7 +30,7 @@ def base_model_path(config: TrainConfig) -> str:
 
 
 def find_model(config: TrainConfig) -> None:
-    """Set the folders of model, tokenizer and reference model. Raises ConfigError."""
+    """Set the folders of model, tokenizer and reference model."""
     base = base_model_path(config) if config.task else None
     path = config.model_path or base
     if path is None:
@@ -49,7 +49,7 @@ def find_model(config: TrainConfig) -> None:
 
 
 def fetch(name: str) -> str:
-    """Return a model's folder. A hub model, or smollm2, is downloaded once. Raises ConfigError."""
+    """Return a model's folder. A hub model, or smollm2, is downloaded once."""
     if Path(name).is_dir():
         return name
     if name == "smollm2":  # not from the hub
@@ -71,7 +71,7 @@ class Inputs:
     validation: list[dict]
     tokenizer: Any
     workflow: Any  # an agent or a workflow, as resolve_workflow takes it
-    evaluated: Any  # the same with the sampling of evaluations
+    evaluated: Any  # the same, but sampling as in evaluations
 
     def success(self, rewards: list[float]) -> float:
         """The share of rewards that the task's `success` accepts, by default those above 0."""
@@ -80,10 +80,7 @@ class Inputs:
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:
-    """Load everything that episodes need. `workflow` replaces the configured one.
-
-    Raises ConfigError.
-    """
+    """Load everything that episodes need. `workflow` replaces the configured one."""
     from transformers import AutoTokenizer
 
     with one_line(f"task={config.task}"):
@@ -110,7 +107,7 @@ def load_workflow(
 ) -> Any:
     """Make the workflow or agent: the given one, else the configured one, else the task's.
 
-    `defaults` are arguments that a workflow may take. Raises ConfigError.
+    `defaults` are arguments that a workflow may take.
     """
     from workflow import resolve_workflow
 
@@ -125,8 +122,7 @@ def load_workflow(
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Return the samples of a JSONL file, a function or the task, after `prepare`. Raises
-    ConfigError if there are none."""
+    """Return the samples of a JSONL file, a function or the task, after `prepare`."""
     key = f"{split}_dataset.path"
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError(f"no data: set {key} to FILE.jsonl or module.function")
@@ -145,8 +141,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Return a loader of prompts in batches. Their order depends only on the seed, so a restarted
-    run draws the same prompts."""
+    """Return a loader of prompts in batches. The order depends only on the seed, so a restarted run
+    draws the same prompts."""
     import torch
     from torch.utils.data import DataLoader
 

@@ -2,7 +2,6 @@
 
 metrics.jsonl has one line per step (docs/observe.md). tokens/{step}.safetensors holds the batch of
 a step: every token with its version, its log-probabilities under three policies and its advantage.
-Tables, reports, traces and counts of failures are callbacks (extras/).
 """
 
 import json
@@ -50,9 +49,9 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
 
-    Server and trainer have the same weights there, so only rounding may differ: about 1e-6 in
-    float32. Where no pass gave pi_prox, the first mini-batch's pi_theta serves, because no
-    optimizer step came before it. Without such tokens the result is 0.
+    For these tokens server and trainer have the same weights, so they differ only by rounding,
+    about 1e-6 in float32. If no pass has computed pi_prox, pi_theta of the first mini-batch takes
+    its place, because no optimizer step came before. Without fresh tokens the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     key = "prox_logp" if "prox_logp" in batch else "start_logp"
@@ -63,12 +62,12 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
 
 class Log:
-    """Writes a run's metrics and tokens. Only rank 0 has one."""
+    """Writes a run's metrics and tokens. Only rank 0 has a Log."""
 
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
         self.path.touch()
-        # Remove the steps after the checkpoint, and lines that are damaged.
+        # Remove the steps after the checkpoint, and damaged lines.
         for line in self.path.read_bytes().splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 if (metrics := json.loads(line))["step"] <= run.step:

@@ -1,9 +1,9 @@
 """Begin a run, hold its parts, and end all of them.
 
 `begin` reads the command line and starts the servers without torch, so they load while train.py
-imports torch. `Run` is what callbacks see: configuration, processes, and the parts that train.py
-adds. Its `with` block ends everything that was started, also after Ctrl-C, an exception or the
-death of a server. Then `main` says how to go on after a failure, and returns an exit code:
+imports torch. Callbacks get the `Run`: configuration, processes, and the parts that train.py adds.
+Its `with` block ends everything that was started, also after Ctrl-C, an exception or the death of a
+server. `main` prints how to go on after a failure, and returns an exit code:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -30,7 +30,7 @@ from run.config import ROOT, ConfigError, TrainConfig, load
 from run.inputs import find_model
 from run.launch import Child, plan_servers, visible_gpus
 
-DEATH_SECONDS = 0.5  # a killed process has ended this long after it closed its connections
+DEATH_SECONDS = 0.5  # after its connections close, a killed process ends within this time
 
 
 def revision() -> str:
@@ -42,7 +42,7 @@ def revision() -> str:
 
 
 class Run:
-    """A run. All ranks make one; only rank 0 has processes, an engine and an executor."""
+    """All ranks make a Run, but only rank 0 has processes, an engine and an executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs
@@ -98,7 +98,7 @@ class Run:
             raise ConfigError(f"{self.run_dir} {reason}: {error}") from error
 
     def record(self) -> None:
-        """Write the configuration."""
+        """Write config.yaml."""
         keys = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
         (self.run_dir / "config.yaml").write_text(f"# revision {revision()}\n{keys}")
 
@@ -136,7 +136,7 @@ class Run:
 
         death = None
         if isinstance(error, Exception):
-            time.sleep(DEATH_SECONDS)  # report a dead server or proxy instead
+            time.sleep(DEATH_SECONDS)  # to find out whether a server or the proxy has died
             death = next((c.death() for c in self.children if c.process.poll()), None)
         with self.stack:
             self.call("on_end", error)
@@ -146,25 +146,25 @@ class Run:
             leave_ranks()
 
     def command(self, *words: str) -> str:
-        """This run's command with other words, ready to paste."""
+        """This run's command with other words, to paste into a shell."""
         given = [w for w in sys.orig_argv[1:] if not w.startswith(("trial_name=", "mode="))]
         return shlex.join([sys.executable, *given, *words])
 
 
-# Options of train.py that are commands of their own.
+# Options of train.py that run another program.
 COMMANDS = {"--dry-run": "extras.plan.main", "--replay": "extras.replay.main"}
 
 
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
-    Commands without a run end here: --help, COMMANDS and the evaluation of another endpoint. A
-    configuration error ends the process with one line and code 2.
+    --help, COMMANDS and the evaluation of another endpoint make no run: they exit here. A wrong
+    configuration exits with one line and code 2.
     """
     for option in COMMANDS.keys() & {*argv}:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
     raise_open_files()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, it would hide how children end
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
     try:
         config, options = load(argv)

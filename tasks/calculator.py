@@ -5,22 +5,22 @@ parameters (tasks/smollm2.py) cannot add such numbers. But it can learn to write
 
     <tool_call>{"name": "calc", "arguments": {"expression": "43+18"}}</tool_call>
 
-and to answer "61". For that it must keep to the form, find the numbers, choose the operation.
+and to answer "61". For that it must keep to the form, find the numbers and choose the operation.
 
 **The agent** is an ordinary tool loop. `converse` yields each message as it comes, so a chat
-(extras/chat.py) runs the same code. Solved problems stand before every question: without them the
-model never makes a right call, and has nothing to learn from.
+(extras/chat.py) runs the same code. Solved problems stand before every question. Without these
+examples the model never makes a right call, and has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone.
-Each rung is above the one before, and all rungs without the right value are low: else they decide
-what is learnt, and the model settles on one operation before it has tried the others.
+Every grade without the right value is low. If such grades were high, the model would settle on one
+operation before it has tried the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
     0.10  a complete call    0.6  the right value
     0.15  an operation       0.8  an answer that contains it      1.0  the right answer
 
 **Held out.** The problems of the split "valid" come from four templates, and from numbers, that
-training never sees. So a success there was not learnt by heart.
+training never sees. So no success in this split was learnt by heart.
 """
 
 import ast
@@ -54,8 +54,8 @@ OPERATIONS = {
 def calculate(expression: Any) -> str:
     """Return the value of an expression of integers with + - * // and brackets, else "error".
 
-    A model wrote the expression, so nothing but these operations is ever computed. It has at most
-    20 characters, which bounds the value and the work.
+    A model wrote the expression, so nothing but these operations is ever computed. At most 20
+    characters are allowed, which bounds the value and the work.
     """
     if not isinstance(expression, str) or not re.fullmatch(r"[-+*/()\d ]{1,20}", expression):
         return "error"
@@ -139,7 +139,7 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """Return the reward. A wrong value ends the episode, because nothing can make it right."""
+        """Return the reward. A wrong value ends the episode, because no later call corrects it."""
         client, said = AsyncOpenAI(max_retries=0, **extra_kwargs), []
         right = (*data.get("steps", ()), data["answer"])
         async for message in self.converse(client, data["question"]):
@@ -154,7 +154,7 @@ WORKFLOW = CalculatorAgent
 
 
 def grade(data: dict, said: list[dict]) -> float:
-    """Return the reward of what followed the question: at least one message, the model's first."""
+    """Return the reward of the messages after the question. The first is the model's."""
     calls = [call for message in said for call in message.get("tool_calls") or []]
     results = [message["content"] for message in said if message["role"] == "tool"]
     text = said[-1].get("content", "")
@@ -206,7 +206,7 @@ HELD_OUT = [
 def dataset(split: str = "train") -> list[dict]:
     """Return 480 problems for the split "train", and 96 held-out problems for any other split.
 
-    The numbers lie between 11 and 99. Those that leave 2 when divided by 5 are held out.
+    The numbers lie between 11 and 99. Numbers that leave 2 when divided by 5 are held out.
     """
     is_train, rng = split == "train", random.Random(split)
     numbers = [n for n in range(11, 100) if (n % 5 != 2) == is_train]
@@ -215,7 +215,7 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
-    # Held-out problems come by template, so that three of them, far apart, are of three kinds.
+    # Sort held-out problems by template, so that three of them, far apart, are of three kinds.
     each = 1 if is_train else len(HELD_OUT)
     return [problem for k in range(each) for problem in problems[k::each]]
 

@@ -17,7 +17,7 @@ problems, set `train_dataset.path` to a JSONL file whose lines have the keys "qu
 
 **Comparison.** If math-verify is installed, it decides whether two answers are the same number. It
 understands fractions, units and LaTeX. Otherwise the reward compares the numbers that `last_number`
-finds. Then 1,000 equals 1000.0, but 1/2 does not equal 0.5.
+finds, so 1,000 equals 1000.0, but 1/2 does not equal 0.5.
 """
 
 import re
@@ -61,8 +61,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    It is the last number in the last LaTeX box. Without a box it is the last number after `####`.
-    Without `####` it is the last number of the text.
+    The answer is the last number in the last LaTeX box; without a box the last number after `####`;
+    without `####` the last number of the text.
     """
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
@@ -76,8 +76,8 @@ def last_number(text: str) -> Decimal | None:
 def is_right(completion: str, answer: str) -> bool:
     """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # None switches off math-verify's own timeout, which works only in the main thread. Under
-        # RLVRWorkflow, AsyncRewardWrapper limits the time.
+        # None switches off math-verify's own time limit, which works only in the main thread.
+        # AsyncRewardWrapper limits the time instead.
         gold, said = (
             math_verify.parse(text, parsing_timeout=None) for text in (answer, completion)
         )
@@ -107,7 +107,6 @@ class MathAgent:
     async def run(
         self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
     ) -> float:
-        """Return the episode's reward."""
         client = AsyncOpenAI(
             base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
         )
@@ -115,7 +114,7 @@ class MathAgent:
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)
             text = reply.choices[0].message.content or ""
-            # An answer may take math-verify minutes, in which no other episode would go on.
+            # Math-verify may take minutes; here, in the event loop, it would stop all episodes.
             if await AsyncRewardWrapper(reward)("", text, [], [], answer=data["answer"]):
                 return self.discount**turn
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": WRONG}]

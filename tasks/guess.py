@@ -62,7 +62,6 @@ class GuessAgent:
     async def run(
         self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
     ) -> float:
-        """Return the game's reward."""
         client = AsyncOpenAI(
             base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
         )

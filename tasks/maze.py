@@ -4,8 +4,8 @@ through a maze.
 The maze never changes. It has 12 x 12 cells with names like chess squares, and two of its corners,
 a1 and l12, are homes. A prompt names the first cell and the home, such as "from b7 to l12". The
 answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a
-metric of navigation: the length of the shortest way, divided by the length of the walk. It is 0 if
-the walk goes through a wall or does not end at the home. For example, a walk of 72 moves earns 0.75
+metric of navigation: the length of the shortest way, divided by the length of the walk. A walk that
+goes through a wall or does not end at the home earns 0. For example, a walk of 72 moves earns 0.75
 if the shortest way has 54 moves.
 
 **Why this task.** The length of an answer depends on the policy and varies tenfold: a drunk can
@@ -15,8 +15,8 @@ interruptions, staleness and how far generation and training overlap.
 
 **The base model** imitates a drunk. A move is a step on the shortest way with probability 0.4, and
 otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A policy
-that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. Anything above
-that is due to reinforcement learning.
+that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. A higher SPL is
+due to reinforcement learning.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.
@@ -31,9 +31,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# The processes that compute rewards import this module, and would start more slowly with torch,
-# which workflow.py and tasks/base_model.py import. So WORKFLOW is a string, and make_model imports
-# base_model only when it is called.
+# Processes that compute rewards import this module, and torch would slow their start. workflow.py
+# and base_model.py import torch. So WORKFLOW is a string, and make_model imports base_model only
+# when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
 SOBER, CURFEW = 0.4, 64  # probability that a move is not random; most moves of a drunk's walk
@@ -100,8 +100,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells that an answer visits. Return None if a word is no cell, a move goes through
-    a wall, or the first cell is not `start`."""
+    """Return the cells that an answer visits, or None if a word is no cell, a move goes through a
+    wall, or the first cell is not `start`."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None

@@ -1,25 +1,25 @@
-"""The trainer's model computes log-probabilities, learns by PPO, and gives its weights away.
+"""The trainer's model computes log-probabilities, learns by PPO, and sends weights to servers.
 
 FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the policy: it has an
 optimizer, a version, and a connection to the servers. train.py shows the order of the calls.
 
-**A batch is divided twice.** Its rows go into mini-batches, one for each optimizer step, with about
-the same number of tokens each. The rows of a mini-batch go into pieces of at most `mb_tokens`
-tokens, one forward and backward pass each. The loss of a piece is divided by the number of trained
-tokens in its mini-batch, over all ranks. So the pieces' gradients add up to that of the mini-batch,
-and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and
-mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
+**A batch is divided twice.** First its rows go into mini-batches with about the same number of
+tokens, one for each optimizer step. Then a mini-batch is cut into pieces of at most `mb_tokens`
+tokens, one for each forward and backward pass. The loss of a piece is divided by the number of
+trained tokens in its mini-batch, over all ranks. So the gradients of the pieces add up to the
+mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
+mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
-makes the same mini-batches; only the passes are divided. The ranks' gradients add up to the one
-that a single rank would compute.
+makes the same mini-batches; only the passes are divided. The ranks' gradients add up to that of a
+single rank.
 
 **Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no state
-in the optimizer. They are in no checkpoint and only in the first push.
+in the optimizer. No checkpoint holds them, and only the first push sends them.
 
-**Numbers.** Parameters and optimizer are float32. FSDP casts all to `dtype` for a pass on a GPU,
-and autocast only the products on a CPU. A token's log-probability is taken at the temperature that
-it was sampled at, so that the three policies are comparable.
+**Numbers.** Parameters and optimizer are float32. For a pass on a GPU, FSDP casts everything to
+`dtype`; on a CPU, autocast casts only the matrix products. A token's log-probability is taken at
+the temperature of its sampling, so that the three policies are comparable.
 
 There is no tensor, pipeline or context parallelism, no LoRA and no critic. With another layout or
 number of ranks, results are equal up to rounding, not bit for bit.
@@ -63,7 +63,7 @@ LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """The share of the peak learning rate at training step `step`, counted from 0. After a linear
-    warm-up it stays 1, or falls to a tenth at max_steps."""
+    warm-up this share stays 1, or falls linearly to a tenth at max_steps."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -81,7 +81,7 @@ class FSDPEngine:
         self.on_cpu = self.device.type == "cpu"
         self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
         self.model: Any = None
-        self.cut: Any = None  # of the layout
+        self.cut: Any = None  # cuts rows into pieces
         self.frozen: list[Any] = []  # layers that do not learn
 
     @property
@@ -109,7 +109,7 @@ class FSDPEngine:
         self.frozen = layers[:n]
         for module in [model.get_input_embeddings(), *self.frozen] if n else []:
             module.requires_grad_(False)
-        # A single rank in float32 needs no FSDP: its hooks take a sixth of a small model's step.
+        # A single rank in float32 does without FSDP, whose hooks take a sixth of a small step.
         if dist.get_world_size() == 1 and self.param_dtype == torch.float32:
             model.to(self.device)
         else:
@@ -117,7 +117,7 @@ class FSDPEngine:
             for module in [*layers, model]:
                 fully_shard(module, mp_policy=precision)
         for layer in layers:
-            if name == "packed" and self.device.type == "cuda":  # a quarter of a step (docs/gpu.md)
+            if name == "packed" and self.device.type == "cuda":  # saves a quarter (docs/gpu.md)
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.config.gradient_checkpointing:  # transformers' own switch needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -125,9 +125,9 @@ class FSDPEngine:
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere. All
-        ranks call this with the same batch, and get the same result."""
-        # With frozen layers, the pieces are those of ppo_update, which uses their states again.
+        """Return log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere.
+        All ranks call this with the same batch, and get the same result."""
+        # With frozen layers, cut the same pieces as ppo_update, which uses their states again.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(row_lengths(batch), n)
         pieces = [piece for rows in parts for piece in self.passes(batch, rows)]
@@ -171,16 +171,15 @@ class FSDPEngine:
         return [Piece(*map(self.move, piece)) for piece in pieces]
 
     def move(self, things: dict[str, Any]) -> dict[str, Any]:
-        """Move the tensors to the model's device."""
         tensors = {key: x for key, x in things.items() if isinstance(x, Tensor)}
         return things | {key: x.to(self.device) for key, x in tensors.items()}
 
     def save(
         self, path: str | Path, dtype: torch.dtype = torch.float32, learning: bool = False
     ) -> None:
-        """Write a Hugging Face folder, with `learning` without frozen weights. All ranks call
+        """Write a Hugging Face folder; `learning` leaves frozen weights out. All ranks call
         this."""
-        # one tensor a bucket
+        # one tensor in each bucket
         buckets = weights.named_buckets(self.model, dtype, bucket_mb=0, learning=learning)
         state = {n: t.cpu() for bucket in buckets for n, t in bucket if self.rank == 0}
         if self.rank == 0:
@@ -206,7 +205,7 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
         self.written: int | None = None  # newest version that is in files or in the servers
-        self.states: dict[str, Any] = {}  # after the frozen layers, by the piece's inputs
+        self.states: dict[str, Any] = {}  # output of the frozen layers, by the piece's inputs
         self.inputs = ""  # of the current piece
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
@@ -224,8 +223,8 @@ class FSDPPPOActor(FSDPEngine):
         self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), **keys)
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
-        """The output of a frozen layer. It never changes, so the layers run once for a piece, and
-        later passes over this piece begin where the last frozen layer ended."""
+        """The output of a frozen layer, which is always the same for a piece. So the frozen layers
+        run once, and later passes over the piece begin with the output of the last one."""
         if self.inputs in self.states:
             return self.states[self.inputs]
         out = forward(*args, **keys)
@@ -240,16 +239,16 @@ class FSDPPPOActor(FSDPEngine):
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the engine that gets new weights. `meta` is unused here."""
+        """Set the engine that gets new weights. `meta` is AReaL's, and unused here."""
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
-        """The engine's next batch, on every rank; the write-up's loop asks the actor."""
+        """The engine's next batch, on every rank. AReaL's loop asks the actor for it."""
         return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
-        """The keys of the batch with log pi_prox and log pi_behav. In standard PPO both are the one
-        old policy. loglinear has no pi_prox yet, so the first key is a placeholder."""
+        """The batch's keys of log pi_prox and log pi_behav. In standard PPO both name its one old
+        policy. loglinear guesses pi_prox later, so its first key is a placeholder."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"
@@ -257,7 +256,7 @@ class FSDPPPOActor(FSDPEngine):
         return old, old
 
     def should_compute_prox_logp(self) -> bool:
-        """Whether ppo_update reads batch["prox_logp"], the result of compute_logp."""
+        """Whether ppo_update reads batch["prox_logp"]."""
         return "prox_logp" in self.policies()
 
     def compute_advantages(self, batch: Batch) -> None:
@@ -269,11 +268,15 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Make ppo_epochs * ppo_n_minibatches optimizer steps, and return their mean metrics.
 
-        Writes batch["theta_logp"] (B, T), which is log pi_theta in the last pass over each row, and
-        batch["step_fraction"] (B,), the share of the step done before that pass. Without prox_logp,
-        also batch["start_logp"] (B, T): log pi_theta of the first mini-batch before any optimizer
-        step, and 0 elsewhere. Raises ValueError if nothing is trained, and FloatingPointError
-        before the optimizer step of a mini-batch whose loss or gradient is not finite.
+        The batch gets new keys:
+
+            theta_logp (B, T)     log pi_theta in the last pass over each row
+            step_fraction (B,)    the share of the step that was done before that pass
+            start_logp (B, T)     without prox_logp: log pi_theta before any optimizer step, for
+                                  the first mini-batch; 0 elsewhere
+
+        Raises ValueError if nothing is trained, and FloatingPointError if a loss or gradient is not
+        finite, before the optimizer uses it.
         """
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []
@@ -327,7 +330,7 @@ class FSDPPPOActor(FSDPEngine):
                 " logprobs or rewards, or lower actor.optimizer.lr"
             )
 
-        # 3. The optimizer step. A hook of the optimizer may change the rate before it.
+        # 3. Make the step. A hook of the optimizer may change the rate first (extras/vcpo.py).
         for group in self.optimizer.param_groups:
             group["lr"] = o.lr * lr_factor(self.steps, o, self.max_steps)
         self.optimizer.step()
@@ -336,8 +339,8 @@ class FSDPPPOActor(FSDPEngine):
     def piece_loss(
         self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and the metrics of a piece. Both are divided by `count`, the number of trained
-        tokens in the mini-batch, so their sums over all pieces are the mini-batch's means. Writes
+        """The loss and the metrics of a piece, divided by `count`, the number of trained tokens in
+        the mini-batch. So their sums over all pieces are means over the mini-batch. Writes
         piece.tokens["theta_logp"] (N,)."""
         c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
@@ -374,7 +377,7 @@ class FSDPPPOActor(FSDPEngine):
         return max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1.0
 
     def step_lr_scheduler(self) -> None:
-        """End a training step: advance the schedules."""
+        """Advance the schedules by a training step."""
         self.steps += 1
 
     # ---- checkpoints and weights
@@ -390,19 +393,19 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
-        """Read what save_state wrote, perhaps with another number of ranks."""
+        """Read what save_state wrote. The number of ranks may have changed."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
         self.steps = int(state["steps"])
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Mode disk: write the files, while the servers still generate."""
+        """In mode disk, write the files while the servers still generate."""
         if meta.mode == "disk":
             self.save(meta.directory, self.param_dtype, learning=self.written is not None)
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Send the weights as `meta.version`, by default the next one. Call it between pause and
+        """Send the weights as `meta.version`, by default the next one. Call this between pause and
         resume."""
         meta = meta if meta.version is not None else meta.with_version(self.version + 1)
         if self.written != meta.version:

@@ -1,23 +1,22 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-It cuts rows into pieces. A piece is the input of one pass, and says for each trained token which
-hidden state predicts it. In every layout a token gets the log-probability that it would get if its
-row went through the model alone; layouts differ in time and memory only.
+Rows are cut into pieces. A piece is the input of one pass, and says for each trained token which
+hidden state predicts it. In every layout a token gets the same log-probability as if its row went
+through the model alone; layouts differ in time and memory only.
 
     padded    rows of similar length are stacked, the shorter ones padded on the right. No token
               attends to the padding after it, so no mask is needed.
     tree      rows lie end to end in one long row, but a prefix that they share is there once
               (tree_attention.py).
-    packed    a tree that shares nothing. A GPU's kernel keeps its rows apart in bfloat16.
+    packed    a tree that shares nothing. In bfloat16 a GPU's kernel keeps its rows apart.
 
-Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the rows have 6
-hidden states, and packed only the first 5. In both layouts, hidden states 0, 1 and 3 predict b, c
-and e.
+Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
+hidden states; packed they have 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
 
-Packed rows need an attention function of their own. position_ids start again in every row, but
-kernels that ignore them let rows see each other and raise no error, and a dense mask would need t^2
-numbers. Only this function separates packed rows or trees, so models with sliding windows,
-convolutions or recurrent states get padded rows.
+Packed rows need an attention function of their own, because nothing else keeps them apart: kernels
+that ignore position_ids let rows see each other and raise no error, and a dense mask would need t^2
+numbers. The function has only full attention, so models with sliding windows, convolutions or
+recurrent states get padded rows.
 """
 
 import re
@@ -51,9 +50,8 @@ class Piece(NamedTuple):
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Make a piece of `rows`. `states` (R, t) are the indices of their tokens' hidden states. A
-    token is predicted by the state of the token before it. rows["row"] are their indices in the
-    batch."""
+    """Make a piece of `rows`. `states` (R, t) are the indices of their tokens' hidden states; the
+    state of a token predicts the next one. rows["row"] are the rows' indices in the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {key: x[row, before + 1] for key, x in rows.items() if x.dim() == 2}
     tokens |= {"row": rows["row"][row], "column": before + 1}
@@ -72,8 +70,8 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal all rows out to n mini-batches, the longest first. Their sizes differ by at most one
-    row's tokens. None is empty, so fewer than n rows give fewer mini-batches."""
+    """Deal all rows out to n mini-batches, the longest first, so that their sizes differ by at most
+    one row's tokens. No mini-batch is empty: fewer than n rows give fewer mini-batches."""
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]
 
@@ -93,7 +91,7 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     """Choose the layout for a model; the kernel for packed rows needs bfloat16. Raises ValueError
-    for a model that would otherwise train wrongly without an error."""
+    for a model that we would train wrongly, but without an error."""
     shape, head = model.config.get_text_config(), model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}

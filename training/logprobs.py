@@ -11,8 +11,8 @@ With hidden state h, last layer W, temperature tau and the sampled token id:
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
 With N = 4,096 the two passes take 400 MiB instead of 11,740 (`python bench/loss.py`), but need four
-matrix products instead of three. A frozen W needs two: the forward pass keeps d logp / d h, (N, D).
-Models that scale, cap or shift their logits are refused.
+matrix products instead of three. If W is frozen, two are enough, because the forward pass keeps
+d logp / d h, (N, D). Models that scale, cap or shift their logits are refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
-    """The gradient (c, V) by z of the sum of g logp + e entropy, with `g` and `e` (c,)."""
+    """The gradient (c, V) of sum(g logp + e entropy) with respect to z; `g` and `e` are (c,)."""
     # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
     p = log_p.exp()
     grad = p * -g[:, None]
@@ -70,7 +70,7 @@ class TokenLogprobs(torch.autograd.Function):
         for h, ids, tau in chunks(weight, *tokens):
             log_p = chunk_log_p(h, weight, tau)
             results.append(chunk_results(log_p, ids))
-            if is_frozen:  # d logp / d h, now that we have the logits
+            if is_frozen:  # compute d logp / d h now, while we have the logits
                 grad = chunk_gradient(log_p, ids, 1 / tau, torch.zeros_like(tau))
                 slopes.append(grad.to(weight.dtype) @ weight)  # (c, V) @ (V, D)
         ctx.save_for_backward(weight, *tokens, torch.cat(slopes) if is_frozen else None)
@@ -99,14 +99,14 @@ def token_logprobs(
     """Return the log-probabilities (N,) of the tokens `ids` (N,) and the entropies (N,) of their
     distributions, in nats and float32. Gradients flow to `hidden` (N, D) and `weight` (V, D).
 
-    `temperatures` (N,) are those of the sampling; 0, greedy, counts as 1.
+    The tokens were sampled at `temperatures` (N,); 0, which is greedy, counts as 1.
     """
     tau = torch.where(temperatures > 0, temperatures, 1.0)  # (N,)
     return TokenLogprobs.apply(weight, hidden, ids, tau)
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a model the method read_hidden(read, **inputs). It runs all layers but the last, and
+    """Give a model the method read_hidden(read, **inputs), which runs all layers but the last, and
     returns read(hidden states (b, t, D), weight of the last layer (V, D)). FSDP gathers the
     parameters first."""
 

@@ -1,16 +1,16 @@
-"""Guess log pi_prox without a forward pass. pi_prox is the policy at the start of the step.
+"""Guess the log-probabilities of pi_prox, the policy at the start of the step.
 
-That pass adds a third to the work of an update. With prox_logp_method=loglinear (A-3PO, arXiv
-2512.06547) log pi_prox is interpolated between two known policies. The trainer is at version v, and
-version v_b sampled the token. After a fraction f of the step's mini-batches pi_theta is roughly
-version v + f:
+Computing them by a forward pass adds a third to the work of an update. prox_logp_method=loglinear
+(A-3PO, arXiv 2512.06547) interpolates log pi_prox between two known policies. The trainer is at
+version v, and version v_b sampled the token. After a fraction f of the step's mini-batches pi_theta
+is roughly version v + f:
 
     alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
 Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token alpha is 0, and
 the guess is pi_behav, which is pi_prox. In the first mini-batch alpha of a stale token is 1, and
-the guess is pi_theta, which is still pi_prox. Otherwise the guess is approximate. For large lags
+the guess is pi_theta, which is still pi_prox. All other guesses are approximate. For large lags
 alpha is near 1, so the clip hardly acts (docs/staleness.md). No gradient flows through the guess.
 """
 

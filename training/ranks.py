@@ -1,7 +1,7 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
 Rank 0 runs the rollouts and trains; the others only train. In a collective operation every rank
-waits for all others. If one dies, torchrun ends the rest.
+waits for all others. If one of them dies, torchrun ends the rest.
 """
 
 import os
@@ -28,7 +28,7 @@ def join_ranks() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Otherwise Gloo listens on the address of the hostname.
+        # By default Gloo listens on the hostname's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(backend, timeout=PATIENCE, **alone)
 

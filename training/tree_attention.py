@@ -6,7 +6,7 @@ up to it, so a prefix needs to be computed only once.
 
 The rows are sorted by their tokens. Each row adds the tokens that it does not share with the row
 before it, and the list of added tokens is the tree, depth first. The rows [a b c d], [a b e] and
-[a f] have 9 tokens, their tree 6:
+[a f] have 9 tokens, but their tree has 6:
 
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
@@ -18,9 +18,9 @@ before it, and the list of added tokens is the tree, depth first. The rows [a b 
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Each block of 128 queries takes only the keys that one of the queries attends to. On a GPU,
-FlexAttention does this in one kernel, 6.7 times as fast (docs/gpu.md), for bfloat16 and more than
-one block. Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different
+Queries attend in blocks of 128, to keys that at least one of them may see. On a GPU, FlexAttention
+does this in one kernel, 6.7 times as fast (docs/gpu.md), if there is more than one block in
+bfloat16. Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different
 mini-batches never share a tree.
 """
 
@@ -52,8 +52,8 @@ class PackedTree(NamedTuple):
 
 
 def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[PackedTree]:
-    """Lay out rows `ids` (B, T), with -1 after their ends, as trees of at most `max_tokens` tokens;
-    each row is in one tree. A row that is too long is a tree of its own."""
+    """Lay out rows `ids` (B, T), with -1 after their ends, as trees of at most `max_tokens` tokens.
+    A row that is too long is a tree of its own."""
     order = sorted(range(len(ids)), key=ids.tolist().__getitem__)  # neighbours share most
     ids = ids[order].long()
     same = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & shares  # (B - 1, T)
@@ -78,10 +78,10 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)
-    # The newest token of a column is the row's own.
+    # A row's token in a column is the one that was added there last.
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
-    # A subtree ends where the first later row begins that shares none of it.
+    # A token's subtree ends where the first later row without this token begins.
     bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (R + 1,)
     later = torch.arange(len(bounds)) > row[:, None]  # (N, R + 1)
     ends = later & (F.pad(shared, (0, 1)) <= depth[:, None])  # (N, R + 1)
