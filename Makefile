@@ -55,7 +55,7 @@ agents: .venv-agents/ready examples/node/node_modules/ready   ## the example age
 
 # Without npm or the network this is not made, and the tests skip the agents that run in node.
 examples/node/node_modules/ready: examples/node/package-lock.json
-	@echo "installing Codex, opencode and Vercel's AI SDK with npm, about 800 MB"
+	@echo "installing Claude Code, Codex, opencode and Vercel's AI SDK with npm, about 1.2 GB"
 	@cd $(dir $<) && npm install --no-save --ignore-scripts --no-audit --no-fund --fetch-retries=0 && \
 	  node node_modules/opencode-ai/postinstall.mjs && touch node_modules/ready || \
 	  echo "npm cannot install the agents that run in node: the tests skip them"
