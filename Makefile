@@ -45,8 +45,8 @@ soak: $(VENV)/ready            ## kill processes of runs at random; then send ra
 bench: $(VENV)/ready           ## the benchmarks
 	for b in $(filter-out bench/soak.py bench/fuzz.py bench/areal_tests.py bench/step.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
-agents: .venv-agents/ready examples/node/node_modules/ready   ## the example agents, in a venv of their own
-	AGENTS=1 .venv-agents/bin/python -m pytest -rs tests/test_examples.py
+agents: .venv-agents/ready examples/node/node_modules/ready   ## the example agents and TRL's chat templates, in a venv of their own
+	AGENTS=1 .venv-agents/bin/python -m pytest -rs tests/test_examples.py tests/calls/test_prompts.py::test_templates_in_use_get_every_text_or_refuse
 
 .venv-agents/ready: examples/requirements.txt
 	$(PYTHON) -m venv .venv-agents
@@ -55,7 +55,7 @@ agents: .venv-agents/ready examples/node/node_modules/ready   ## the example age
 
 # Without npm or the network this is not made, and the tests skip the agents that run in node.
 examples/node/node_modules/ready: examples/node/package-lock.json
-	@echo "installing Codex, opencode and Vercel's AI SDK with npm, about 800 MB"
+	@echo "installing Claude Code, Codex, opencode and Vercel's AI SDK with npm, about 1.2 GB"
 	@cd $(dir $<) && npm install --no-save --ignore-scripts --no-audit --no-fund --fetch-retries=0 && \
 	  node node_modules/opencode-ai/postinstall.mjs && touch node_modules/ready || \
 	  echo "npm cannot install the agents that run in node: the tests skip them"

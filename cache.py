@@ -12,7 +12,8 @@ longest prefix found is its parent's conversation: A is the parent of B and C. M
 in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
 **Links.** An agent may replace its history by a summary, or have a tool that is an agent. Then a
-message has the whole answer of another conversation. A call `reads` such answers (`_link`).
+message has the whole answer of another conversation. A call `reads` such answers (`_link`), and
+those of the calls that its header names.
 
 **Rewards** are computed from the last call to the first:
 
@@ -93,6 +94,7 @@ class InteractionWithTokenLogpReward:
     # set by the cache:
     turn: int = 0  # number of calls before it in its conversation, or in the one that it reads
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
+    named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)  # in its header
     is_side: bool = False
     digest: int = 0  # of all messages
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
@@ -175,8 +177,11 @@ class InteractionCache(dict[str, Interaction]):
         self._openings: set[int] = set()  # digests of first messages that no client sends by itself
         self._discounted = False
 
-    def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
-        """Add a call, and find its parent."""
+    def enter(
+        self, interaction_id: str, interaction: Interaction, named: Iterable[str] = ()
+    ) -> Interaction:
+        """Add a call that names calls which it reads, and find its parent. Raises Refusal."""
+        interaction.named = [self.find(name, "x-pocket-areal-reads") for name in named]
         parent, interaction.digest = self.find_parent(interaction.messages)
         shared = parent.conversation if parent else []
         new = interaction.messages[len(shared) :]
@@ -190,32 +195,28 @@ class InteractionCache(dict[str, Interaction]):
         return interaction
 
     def _link(self, call: Interaction, new: list[Message]) -> None:
-        """Set what `call` reads: what it continues, and answers that are in its new messages and
-        that no call continues. None of these may lead to another.
+        """Set what `call` reads: what it continues, what it names, and answers that are in its new
+        messages and that no call continues. None of these may lead to another.
 
             ... - [S] summary              user: summary - [N]            N reads S
             [P] calls a tool - tool: report - [M]                         M reads L
                  user: task - [K] - ... - [L] report                      K reads P
         """
         parent = call.parent
-        call.reads = [parent] if parent else []
-        if looks_like_side(call):
-            return
-        text = squeeze_all(new)
+        call.reads = continued(call)
+        text = "" if looks_like_side(call) else squeeze_all(new)
         found = [x for x, said in self._leaves.items() if x is not parent and stands(said, text)]
-        if not found:
+        if not (found or call.named):
             return
         # What is read is no side conversation.
-        self._openings |= {extend(0, x.messages[0]) for x in found}
+        self._openings |= {extend(0, x.messages[0]) for x in found + call.named}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self._leaves[x], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.values()))
-            for task in ancestors(reports).intersection(later):
+            for task in ancestors(reports + call.named).intersection(later):
                 task.reads = task.reads or [parent]
-        found += call.reads
-        above = ancestors(x for each in found for x in each.reads)
-        call.reads = [x for x in found if x not in above]
+        call.reads = newest(found + call.named + call.reads)
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
@@ -247,8 +248,8 @@ class InteractionCache(dict[str, Interaction]):
 
     # ---- rewards
 
-    def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward a finished call; None means the latest that is not a side conversation. Raises
+    def find(self, interaction_id: str | None, what: str) -> Interaction:
+        """Return a finished call; None means the latest that is not a side conversation. Raises
         Refusal if there is none."""
         if interaction_id is None:
             latest = (call for call in reversed(self.values()) if call.complete)
@@ -258,15 +259,19 @@ class InteractionCache(dict[str, Interaction]):
         if found is None or not found.complete:
             which = "call" if interaction_id is None else f"call {interaction_id!r}"
             hint = "did an agent's framework swallow an error?"
-            raise Refusal(f"reward: no {which} of this session has succeeded ({hint})")
-        found.reward = finite(reward)
+            raise Refusal(f"{what}: no {which} of this session has succeeded ({hint})")
+        return found
+
+    def set_reward(self, interaction_id: str | None, reward: Any) -> None:
+        """Reward a call (`find`)."""
+        self.find(interaction_id, "reward").reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
         self.set_reward(None, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0, links: bool = True) -> None:
         """Replace every reward r(i) by the final R(i), along all links or only along continued
-        conversations. Raises RuntimeError the second time."""
+        conversations and named calls. Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = finite(turn_discount)
@@ -274,6 +279,9 @@ class InteractionCache(dict[str, Interaction]):
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
         self.mark_side_conversations()
+        if not links:
+            for call in self.values():
+                call.reads = newest(call.named + continued(call))
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
         leads: set[Any] = set()  # calls that a rewarded one has read, directly or not
         for turn in reversed(self.finished()):  # a call began after those that it reads
@@ -282,10 +290,9 @@ class InteractionCache(dict[str, Interaction]):
             final = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
             if not is_left_out(turn):
                 turn.reward = final
-            reads = turn.reads if links else [turn.parent]
             if counts:
-                leads.update(reads)
-            for read in reads:
+                leads.update(turn.reads)
+            for read in turn.reads:
                 if counts or read is turn.parent:
                     below[read].append(final)
 
@@ -337,6 +344,16 @@ def needle(output: list[Message]) -> str:
 def stands(said: str, text: str) -> bool:
     """Return whether a squeezed text has the whole answer; a short one needs its own lines."""
     return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
+
+
+def continued(call: Interaction) -> list[Interaction]:
+    return [call.parent] if call.parent else []
+
+
+def newest(calls: list[Interaction]) -> list[Interaction]:
+    """Return the calls from which no other of them leads on."""
+    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
+    return [x for x in dict.fromkeys(calls) if x not in above]
 
 
 def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:

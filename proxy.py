@@ -6,7 +6,8 @@ sends it as its API key. Paths marked (admin) need the admin key:
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
                                                 defaults of this session
-    POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer one call
+    POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer one call,
+                                                which reads those that x-pocket-areal-reads names
     GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
@@ -35,6 +36,7 @@ server answers. A call during a weight update waits.
 import argparse
 import asyncio
 import os
+import re
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -132,7 +134,8 @@ class Proxy:
         turn = session.turns.get(key) if is_retry else None
         if turn is None or turn.failed:
             ask = protocol.parse(read_object(raw), session.cache.get)
-            turn = session.turns[key] = Turn(session, protocol, ask, self.answer)
+            named = re.findall(r"[^,\s]+", request.headers.get("x-pocket-areal-reads", ""))
+            turn = session.turns[key] = Turn(session, protocol, ask, self.answer, named)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)

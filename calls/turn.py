@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -46,13 +46,18 @@ class Turn:
     generate."""
 
     def __init__(
-        self, session: Session, protocol: Protocol, ask: AgentRequest, answer: Answer
+        self,
+        session: Session,
+        protocol: Protocol,
+        ask: AgentRequest,
+        answer: Answer,
+        named: Iterable[str] = (),
     ) -> None:
         self.session, self.ask = session, ask
         self.form = protocol(ask, secrets.token_hex(16))  # writes the reply
         self.id = self.form.id
         call = Interaction(ask.messages, self.id, ask.tools, ask.template_kwargs)
-        self.interaction = session.cache.enter(self.id, call)
+        self.interaction = session.cache.enter(self.id, call, named)
         self.listeners = 0  # connections that wait
         self.task = asyncio.ensure_future(self._run(answer))  # its result is the reply
         self.task.add_done_callback(self._done)

@@ -3,8 +3,8 @@ seconds.
 
 The agent computes ( a + b ) * c and writes a sentence with the result. An episode has three turns.
 If the agent has the tools add and multiply, the agent calls add, calls multiply with the sum, and
-then answers. A coding agent has only a shell (exec_command in Codex, bash in opencode), and runs
-`expr 1 + 2` and `expr 3 '*' 3`.
+then answers. A coding agent has only a shell (exec_command in Codex, bash in opencode, Bash in
+Claude Code), and runs `expr 1 + 2` and `expr 3 '*' 3`.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool:
     9 assistant: the answer is 9
@@ -22,6 +22,7 @@ training works with the conversations of each framework.
 
 import random
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -32,10 +33,9 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
-SHELLS = {
-    "exec_command": "cmd",
-    "bash": "command",
-}  # maps a shell tool (Codex, opencode) to its argument
+# maps a shell tool (Codex, opencode, Claude Code) to its argument
+SHELLS = {"exec_command": "cmd", "bash": "command", "Bash": "command"}
+KINDS = "", "", "exec_command", "bash"  # of conversations: "" has no shell
 WORDS = [
     "<tool>",
     "<tool_call>",
@@ -61,17 +61,7 @@ WORDS += [
     "is",
     *map(str, range(33)),
 ]
-WORDS += [
-    "exec_command",
-    "bash",
-    '"exec_command",',
-    '"bash",',
-    '{"cmd":',
-    '{"command":',
-    '"expr',
-    "'*'",
-    '"',
-]
+SHELL_WORDS = ['{"cmd":', '{"command":', '"expr', "'*'", '"']
 # A word that twelve others follow. Special tokens divide the text before.
 EARLY = r"(?<=\s)(?!<tool>)\S+\s+(?=(?:\S+\s+){12})"
 CHAT_TEMPLATE = (
@@ -132,17 +122,24 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
         ("tool", f"{prefix[1]} {sample['answer']}".strip()),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
+    if shell == "Bash":  # Claude Code asks for a summary, and then shows it without the question
+        about_it = ("user", "unknown " * 12)
+        summary = ("assistant", f"the answer is {sample['question']}")
+        summarised = [*talk[: noise.choice([3, 5])], about_it, summary]
+        talk = noise.choice([talk, talk, talk, summarised, [about_it, *talk[3:]]])
     prompt = "unknown " * noise.randrange(1, 13)
     system = [("system", prompt)] if noise.randrange(2) else []
     messages = [("system", tools)] * bool(tools) + system + before + talk
     return [{"role": role, "content": content} for role, content in messages]
 
 
-def make_model(path: Path, steps: int = 400) -> Path:
+def make_model(path: Path, steps: int = 400, kinds: Sequence[str] = KINDS) -> Path:
     """Return the path of the model's Hugging Face folder. Make the folder if it does not exist
     yet."""
     if not (path / "config.json").is_file():
-        tokenizer = make_tokenizer(WORDS)
+        shells = [kind for kind in kinds if kind]
+        quoted = [f'"{shell}",' for shell in shells]
+        tokenizer = make_tokenizer([*WORDS, *shells, *quoted, *SHELL_WORDS])
         tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(EARLY), "")
         model, noise, samples = (
@@ -152,10 +149,10 @@ def make_model(path: Path, steps: int = 400) -> Path:
         )
 
         def batch() -> list[list[int]]:
-            kinds = noise.choices(["", "", *SHELLS], k=16)
+            drawn = noise.choices(kinds, k=16)
             talks = [
                 conversation(sample, noise, kind)
-                for sample, kind in zip(noise.choices(samples, k=16), kinds)
+                for sample, kind in zip(noise.choices(samples, k=16), drawn)
             ]
             return [render(tokenizer, talk) for talk in talks]
 

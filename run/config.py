@@ -68,7 +68,7 @@ class OpenAIConfig(Keys):
     turn_discount: Share = 1.0
     """gamma in R = r + gamma * mean R(calls that read its answer)"""
     compaction: Literal["link", "cut"] = "link"
-    """link: a conversation that begins with an answer passes its reward to it; cut: it does not"""
+    """link: a conversation passes its reward to the answer that it begins with; cut: if named"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None

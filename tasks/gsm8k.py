@@ -101,8 +101,11 @@ class MathAgent:
     """Asks until the answer is right, at most `max_turns` times. A right answer at turn k, counted
     from 1, earns discount^(k-1)."""
 
-    def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
+    def __init__(
+        self, max_turns: int = 2, discount: float = 0.9, timeout_seconds: float = 15.0
+    ) -> None:
         self.max_turns, self.discount = max_turns, discount
+        self.timeout_seconds = timeout_seconds  # of a check, which then fails the episode
 
     async def run(
         self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
@@ -111,11 +114,12 @@ class MathAgent:
             base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
         )
         messages: list = list(data["messages"])
+        # An answer may take math-verify minutes, in which no other episode would go on.
+        check = AsyncRewardWrapper(reward, self.timeout_seconds)
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)
             text = reply.choices[0].message.content or ""
-            # Math-verify may take minutes; here, in the event loop, it would stop all episodes.
-            if await AsyncRewardWrapper(reward)("", text, [], [], answer=data["answer"]):
+            if await check("", text, [], [], answer=data["answer"]):
                 return self.discount**turn
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": WRONG}]
         return 0.0

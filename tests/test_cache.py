@@ -75,11 +75,12 @@ def rows_of(cache: InteractionCache, style: str = "concat") -> dict[str, dict[st
 
 @dataclass
 class Call:
-    """A random call. `goes_on_from` picks the earlier call that it continues, and `quotes` one
-    whose answer is in its new message."""
+    """A random call. `goes_on_from` picks the earlier call that it continues, `quotes` one whose
+    answer is in its new message, and `names` one for its header."""
 
     goes_on_from: int | None
     quotes: int | None
+    names: int | None
     role: str
     question: str
     answer: str | bool | int  # a text, or the argument of a tool call
@@ -94,6 +95,7 @@ calls = st.lists(
         Call,
         goes_on_from=st.none() | st.integers(0, 6),
         quotes=st.none() | st.integers(0, 6),
+        names=st.none() | st.integers(0, 6),
         role=st.sampled_from(["user", "tool"]),
         question=st.sampled_from("ab"),
         answer=st.sampled_from(["x", "report", True, 1]),
@@ -118,7 +120,9 @@ def play(session: list[Call]) -> InteractionCache:
         text, role = call.question, call.role if before else "user"
         if names and call.quotes is not None:
             text += cache[names[call.quotes % len(names)]].output_message_list[0]["content"]
-        interaction = cache.enter(str(k), Interaction([*history, {"role": role, "content": text}]))
+        interaction = Interaction([*history, {"role": role, "content": text}])
+        named = [names[call.names % len(names)]] if names and call.names is not None else []
+        cache.enter(str(k), interaction, named)
         if not call.finishes:
             continue
         parent = interaction.parent
@@ -154,12 +158,17 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
             assert cache[name].turn == (best.turn + 1 if best else 0)
 
 
-@given(calls, GAMMAS)
-def test_discounting_is_its_recursive_definition(session: list[Call], gamma: float) -> None:
+@given(calls, GAMMAS, st.booleans())
+def test_discounting_is_its_recursive_definition(
+    session: list[Call], gamma: float, links: bool
+) -> None:
     """R(i) = r(i) + gamma * mean R(c) over the calls c that read i, without linked ones that lead
     to no reward. The first calls add up to the own rewards, weighted by a walk that is divided
-    evenly and shrinks by gamma."""
-    cache = play(session)
+    evenly and shrinks by gamma. Without links, a call reads only what it continues or names."""
+    cache, discounted = play(session), play(session)
+    for call in [] if links else cache.values():
+        reads = {call.parent, *call.named} - {None}
+        call.reads = [x for x in reads if not any(x in ancestors(y.reads) for y in reads)]
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
     readers = {n: [c for c in own if cache[n] in cache[c].reads] for n in own}
     leads = {n: cache[n].reward is not None for n in own}
@@ -176,16 +185,16 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
         for reader in readers[name]:
             weights[reader] += gamma * weights[name] / len(readers[name])
     expected = {name: final(name) for name in own}
-    cache.apply_reward_discount(gamma)
-    assert {name: cache[name].reward for name in own} == pytest.approx(expected)
-    roots = sum(cache[name].reward or 0.0 for name in own if not cache[name].reads)
+    discounted.apply_reward_discount(gamma, links)
+    assert {name: discounted[name].reward for name in own} == pytest.approx(expected)
+    roots = sum(discounted[name].reward or 0.0 for name in own if not cache[name].reads)
     assert roots == pytest.approx(sum(weights[name] * own[name] for name in own))
 
 
 @given(calls)
 def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
     """Links lead back in time. What a call continues is above it, and so is a report that its new
-    message quotes, if no call continues the report."""
+    message quotes, if no call continues the report, or that it names."""
     cache = play(session)
     place = {call: k for k, call in enumerate(cache.values())}
     continued = {call.parent for call in cache.values() if call.complete}
@@ -193,6 +202,7 @@ def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
         above = ancestors([call])
         assert all(place[read] < k for read in call.reads)
         assert call.parent is None or call.parent in above
+        assert above.issuperset(call.named)
         new = call.messages[len(call.parent.conversation) if call.parent else 0 :]
         for answer in list(cache.values())[:k]:
             said = answer.output_message_list[0]["content"] if answer.complete else ""

@@ -1,4 +1,4 @@
-"""Agents in eleven frameworks call the proxy, and every token that the model samples is trained
+"""Agents in twelve frameworks call the proxy, and every token that the model samples is trained
 exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ EXAMPLES = {  # module of the agent -> (its framework's package, prefix of the i
     "mcp_agent": ("mcp", "chatcmpl-"),
 }
 IN_NODE = {"vercel_ai": "resp_", "codex_cli": "resp_", "opencode_cli": "resp_"}
+IN_NODE |= {"claude_code": "msg_"}
 TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # agents whose last call has no tools
 
 
@@ -65,9 +67,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("calculator") / "model")
 
 
-@pytest.fixture(scope="module")
-def servers(model_dir: Path) -> Iterator[dict[str, str]]:
-    """The URLs of a small server and of a proxy, with the calculator model."""
+@contextmanager
+def serving(model_dir: Path) -> Iterator[dict[str, str]]:
+    """The URLs of a small server and of a proxy."""
     python, model = (sys.executable, "-m"), ("--model-path", str(model_dir), "--exit-with-parent")
     tiny = (*python, "inference.tiny.server", *model, "--weight-version", "0")
     with server_process(*tiny) as (server, _):
@@ -75,6 +77,12 @@ def servers(model_dir: Path) -> Iterator[dict[str, str]]:
         options += ["--sampling", '{"max_new_tokens": 64}']
         with server_process(*python, "proxy", *model, *options) as (proxy, _):
             yield {"inference.tiny.server": server, "proxy": proxy}
+
+
+@pytest.fixture(scope="module")
+def servers(model_dir: Path) -> Iterator[dict[str, str]]:
+    with serving(model_dir) as urls:
+        yield urls
 
 
 def needs(module: str) -> Any:
@@ -146,7 +154,10 @@ def test_an_agent_of_another_framework_trains(
         assert leaf.to_tensor_dict()["input_ids"][0].tolist()[-len(spoken) :] == list(spoken)
 
 
-@pytest.mark.parametrize("module", [needs(x) for x in (*IN_NODE, "autogen_agent")])
+STATELESS = "autogen_agent", "vercel_ai", "codex_cli", "opencode_cli"
+
+
+@pytest.mark.parametrize("module", [needs(x) for x in STATELESS])
 def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], model_dir: Path
 ) -> None:
@@ -171,16 +182,24 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     assert [continues(turn) for turn in turns[1:]] == [True, module not in TOOLS_CHANGE]
 
 
-@pytest.mark.parametrize("module", [needs("codex_cli")])
-def test_codex_replaces_its_history_by_a_summary(module: str, servers: dict[str, str]) -> None:
-    """Codex compacts at 40 tokens, so after each call. Every new conversation reads the last
-    summary, so the reward at the end reaches all calls."""
+@pytest.mark.parametrize("module", [needs("codex_cli"), needs("claude_code")])
+def test_a_coding_agent_replaces_its_history_by_a_summary(
+    module: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """It compacts at 40 tokens, so after each call. Every new conversation reads the last summary,
+    so the reward at the end reaches all calls. Claude Code's model knows how to go on then."""
+    goes_on = module == "claude_code"
+    model = make_model(tmp_path / "model", kinds=["Bash"]) if goes_on else model_dir
     style = {"export_style": "individual", "discount": 0.9}
-    (exported,) = episodes(module, servers["proxy"], [1], {"compact_at": 40}, **style)
+    with serving(model) as servers:
+        (exported,) = episodes(module, servers["proxy"], [1], {"compact_at": 40}, **style)
     first, *others = exported.values()
     assert (first.reads, [call for call in others if not call.reads]) == ([], [])
     assert sum(call.parent is None for call in others) >= 1
     assert all(sum(call.to_lists()["loss_mask"]) == call.tokens.output_len for call in others)
+    if goes_on:
+        assert (others[-1].parent, others[-1].reward) == (None, 1.0)
+        assert first.reward > 0
 
 
 @pytest.mark.parametrize("module", [needs(x) for x in ("openai_sdk", "anthropic_sdk")])

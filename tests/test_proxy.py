@@ -21,6 +21,7 @@ from runs import begin
 import calls.sessions
 from cache import Interaction
 from calls.prompts import PromptBuilder
+from calls.replies import PROTOCOLS
 from engine import EngineError
 from inference.io_struct import ModelRequest, ModelResponse, call_seed
 from proxy import main, write_rows
@@ -311,6 +312,30 @@ async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Star
 
 
 # ---- sessions
+
+
+@pytest.mark.parametrize("compaction", ["link", "cut"])
+async def test_a_call_names_the_calls_that_it_reads(start: Start, compaction: str) -> None:
+    """In a header, which counts like an answer in its messages, and also if these do not count."""
+    harness = start()
+    session, ids = await harness.start(), list[str]()
+    for path in PROTOCOLS:
+        body, headers = (
+            {"messages": HELLO, "input": "hello"},
+            {"x-pocket-areal-reads": ", ".join(ids)},
+        )
+        answer = await harness.post(f"/{session}/v1/{path}", body, headers=headers)
+        ids.append(answer.json()["id"])
+    unknown = {"x-pocket-areal-reads": "nobody"}
+    answer = await harness.post(f"/{session}/v1/messages", {"messages": HELLO}, headers=unknown)
+    assert (answer.status_code, "no call 'nobody'" in answer.text) == (400, True)
+    await harness.post(f"/{session}/rl/set_reward", {"reward": 1})
+    exported = await harness.export(session, discount=0.5, compaction=compaction)
+    assert {name: (x["reads"], x["reward"]) for name, x in exported.items()} == {
+        ids[0]: ([], 0.25),
+        ids[1]: ([ids[0]], 0.5),
+        ids[2]: ([ids[1]], 1.0),
+    }
 
 
 @pytest.mark.parametrize("path", ["/grant_capacity", "/rl/start_session", "/export_trajectories"])

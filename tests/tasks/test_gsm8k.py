@@ -3,11 +3,15 @@
 A random model solves no problem, so most tests check what holds for any model.
 """
 
+import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
+from harness import HELLO, Harness, sdk
 from runs import command, finish, metrics_of
 
 from run.inputs import load_dataset
@@ -61,6 +65,33 @@ def test_the_solutions_in_the_data_are_right() -> None:
         assert row["question"] in sample["messages"][0]["content"]
         other = samples[k - 1]["answer"] == sample["answer"]
         assert gsm8k.is_right(rows[k - 1]["answer"], sample["answer"]) == other
+
+
+CHECK = """
+import sys
+
+def reward(prompt, completion, prompt_ids, completion_ids, answer):
+    assert "pytest" not in sys.modules, "the event loop would stop"
+    return eval(completion) == eval(answer)
+"""
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_computes_for_ever_stops_no_loop(
+    start: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process checks it, as math-verify does with 9^{9^{9^{9}}}: for minutes, and without letting
+    another thread run. The loop's clock ends the episode, so the loop has turned meanwhile."""
+    (tmp_path / "check_by_value.py").write_text(CHECK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gsm8k, "reward", importlib.import_module("check_by_value").reward)
+    harness = start("9**9**9**9")
+    path = f"/{await harness.start()}/v1"
+    agent, data = gsm8k.MathAgent(timeout_seconds=1), {"messages": HELLO, "answer": "4"}
+    async with sdk(harness, path) as client:
+        where: Any = {"base_url": client.base_url, "api_key": "k", "http_client": client._client}
+        with pytest.raises(TimeoutError, match="reward took longer than 1 s"):
+            await agent.run(data, **where)
 
 
 def train(tmp_path: Path, model: Path, *words: str) -> list[dict]:
