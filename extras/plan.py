@@ -136,7 +136,7 @@ def estimate_rank(
 
 
 def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
-    """GiB that a server needs on each of its GPUs, in bfloat16; on a CPU in server.dtype.
+    """GiB that a server needs on each of its GPUs: SGLang in bfloat16, a small one in server.dtype.
 
     If there are more GPUs than key heads, several keep the same head. Raises ConfigError if the
     heads cannot be divided (SGLang, srt/models/qwen2.py).
@@ -148,7 +148,8 @@ def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> fl
         raise ConfigError(f"server.tp_size={message}")
     numbers = 2 * attention_widths(shape)[1] * shape.num_hidden_layers
     cache = numbers * config.server.max_total_tokens / min(tp, keys)
-    width = 2 if on_gpu or config.server.dtype == "bfloat16" else 4  # bytes of a number
+    dtype = "bfloat16" if on_gpu and config.server.backend == "sglang" else config.server.dtype
+    width = 2 if dtype == "bfloat16" else 4  # bytes of a number
     return (width * (n / tp + cache) + CUDA_BYTES * on_gpu) / GIB
 
 
@@ -324,7 +325,8 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     if unused := [gpu for gpu in names if not any(gpu in p.gpus for p in trainers + servers)]:
         keys = "server.count or " * bool(servers) + "torchrun --nproc-per-node"
         print(f"GPUs {','.join(unused)} are idle; to use them, raise {keys}")
-    if config.weight_update.mode == "disk" and servers and has_own_gpus(servers, names):
+    is_apart = servers and config.server.backend == "sglang" and has_own_gpus(servers, names)
+    if config.weight_update.mode == "disk" and is_apart:
         print("the servers have GPUs of their own: weight_update.mode=distributed needs no files")
     print(describe_load(config))
     if shape:

@@ -116,6 +116,8 @@ class ServerConfig(Keys):
     """sequences that a server decodes at once"""
     max_total_tokens: Count = 16384
     """tokens in a server's key-value cache"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where the small server computes; auto: cuda if a GPU is visible, else cpu; mps is untried"""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """numbers in the small server's products; auto: bfloat16 where the processor has it"""
     threads: CountOrZero = 1
@@ -433,15 +435,17 @@ def has_bfloat16() -> bool:
 
 def resolve(config: TrainConfig) -> None:
     """Set the defaults that depend on other keys, and refuse keys that contradict each other."""
+    if config.actor.dtype == "auto":
+        config.actor.dtype = "bfloat16" if has_bfloat16() else "float32"
     for group in (config.server, config.actor):
-        if group.dtype == "auto":
-            group.dtype = "bfloat16" if has_bfloat16() else "float32"
         group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
     rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
     rollout.consumer_batch_size, rollout.group_size = data.batch_size, gconfig.n_samples
     waves = rollout.max_head_offpolicyness + 1
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or data.batch_size * waves
     _ = config.evaluation_gconfig
+    if config.server.backend == "tiny" and config.server.tp_size > 1:
+        raise ConfigError("server.tp_size: a small server uses one GPU, so raise server.count")
     if config.mode == "train" and not gconfig.trains_exactly:
         raise ConfigError(
             "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 from inference.serve import free_port
-from run.config import ROOT, TrainConfig
+from run.config import ROOT, ConfigError, ServerConfig, TrainConfig, has_bfloat16
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
@@ -138,22 +138,36 @@ def visible_gpus() -> list[str]:
         return []
 
 
+def settle(server: ServerConfig, gpus: list[str]) -> None:
+    """Decide what the keys of a small server leave to the machine. Raises ConfigError."""
+    if server.device == "auto":
+        server.device = "cuda" if gpus else "cpu"
+    if server.device == "cuda" and not gpus:
+        raise ConfigError("server.device=cuda, but no GPU is visible")
+    if server.dtype == "auto":
+        server.dtype = "bfloat16" if server.device == "cuda" or has_bfloat16() else "float32"
+
+
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     """The inference servers to start, with their API key."""
     server, size = config.server, config.server.tp_size
+    if server.backend == "tiny":
+        settle(server, gpus)
+        gpus = gpus if server.device == "cuda" else []
+    ranks, wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), server.count * size
+    is_shared = len(gpus) - ranks < wanted
+    pool = gpus * server.count if is_shared else gpus[-wanted:]
+    each = [(f"server-{k}", pool[k * size : (k + 1) * size]) for k in range(server.count)]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
     words += ["--max-running-requests", server.max_running_requests]
     words += ["--max-total-tokens", server.max_total_tokens]
     if server.backend == "tiny":
-        words += ["--seed", config.seed, "--dtype", server.dtype, "--threads", server.threads]
+        words += ["--seed", config.seed, "--threads", server.threads]
+        words += ["--dtype", server.dtype, "--device", server.device]
         whole = command("inference.tiny.server", *words, *server.args)
-        keys = {"POCKET_AREAL_SERVER_KEY": key}
-        return [Child(f"server-{k}", whole, variables=keys) for k in range(server.count)]
+        return [Child(name, whole, own, {"POCKET_AREAL_SERVER_KEY": key}) for name, own in each]
 
     words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-    ranks, wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), server.count * size
-    is_shared = len(gpus) - ranks < wanted
-    pool = gpus * server.count if is_shared else gpus[-wanted:]
     if gpus:  # the trainer's logits are float32, too; SGLang would serve float32 models in float16
         words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
         words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
@@ -161,10 +175,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     sglang = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
     start = [sys.executable, "-P", "-m", "inference.with_parent", *shlex.split(sglang)]
     whole = [*start, *map(str, words), *server.args]
-    return [
-        Child(f"server-{k}", whole, pool[k * size : (k + 1) * size], SGLANG_VARIABLES)
-        for k in range(server.count)
-    ]
+    return [Child(name, whole, own, SGLANG_VARIABLES) for name, own in each]
 
 
 SGLANG_VARIABLES = {

@@ -43,7 +43,7 @@ train() { # train NAME LIMIT OPTIONS...: training steps without a server
   model; cell "$1" "$2" "$PY" $CELLS train "$SHM/model-$SHAPE" $SHAPE --name "$1" --rows $ROWS --longest $LONGEST "${@:3}"; }
 
 info() { nvidia-smi 2>&1 | head -n 15 >"$WORK/logs/smi.log"; cell info 60 "$PY" $CELLS info; }
-unit() { tests unit 150 tests/training tests/test_ppo.py tests/extras/test_losses.py tests/extras/test_advantages.py; }
+unit() { tests unit 150 tests/training tests/test_ppo.py tests/extras/test_{losses,advantages}.py tests/inference/tiny/test_gpu.py; }
 demo() { run demo 150 max_steps=$DEMO_STEPS; }
 demo_seed2() { run demo-seed2 150 max_steps=$DEMO_STEPS seed=2; }
 demo_sync() { run demo-sync 150 max_steps=$DEMO_STEPS rollout.max_head_offpolicyness=0; }
@@ -56,7 +56,7 @@ nockpt() { train nockpt 60 --no-checkpointing --mb-tokens 4096; }
 eager() { train eager 90 --eager; }
 long() { ROWS=8 LONGEST=30720 train long 120 --mb-tokens 30720; }
 push() { model; cell push 60 "$PY" $CELLS push "$SHM/model-$SHAPE" $SHAPE; }
-decode() { for s in $([ -n "$CPU" ] && echo tiny || echo 1.5b 135m); do cell "decode-$s" 45 "$PY" $CELLS decode "$s"; done; }
+decode() { for s in $([ -n "$CPU" ] && echo tiny || echo 1.5b 135m); do SHAPE=$s model; cell "decode-$s" 45 "$PY" $CELLS decode "$SHM/model-$s"; done; }
 gsm8k() { # gsm8k NAME LIMIT WORDS...: the recipe's step with a random model, whose reward is arithmetic
   local name=$1 limit=$2; shift 2; model
   PYTHONPATH=$PYTHONPATH:$PWD/bench/gpu run "$name" "$limit" --config gsm8k model_path="$SHM/model-$SHAPE" \
@@ -64,6 +64,9 @@ gsm8k() { # gsm8k NAME LIMIT WORDS...: the recipe's step with a random model, wh
     max_steps=6 evaluator.interval=0 saver.interval=0 gconfig.n_samples=8 train_dataset.batch_size=16 \
     gconfig.max_new_tokens=$((LONGEST / 4)) weight_update.path="$SHM/weights" "$@"; }
 gsm8k_tiny() { gsm8k gsm8k-tiny 100 server.backend=tiny; }
+tool() { # the recipe of `make tool` with a random model of its shape
+  local s=135m frozen=20; [ -n "$CPU" ] && s=tiny frozen=1
+  SHAPE=$s model; run tool 90 --config tool model_path="$SHM/model-$s" actor.frozen_layers=$frozen max_steps=6; }
 sglang() { # on the same GPU as the trainer; .sgl (prepare_sglang.sh) or an installation provides it
   if [ -d .sgl ]; then
     mkdir -p /tmp/sgl; cat .sgl/site.tar.xz.* | "$PY" -c \
@@ -76,7 +79,7 @@ sglang() { # on the same GPU as the trainer; .sgl (prepare_sglang.sh) or an inst
 second() { sglang; nockpt; padded; long; demo_seed2 & demo_sync & wait; }
 first() { # what the CPU bounds runs at the same time, the measurements alone
   model & unit & demo & { maze_async; maze_sync; } & wait
-  packed; eager; tree; push; decode; }
+  packed; eager; tree; push; decode; gsm8k_tiny; tool; }
 
 if [ -d .box ] && [ ! -f "$SITE/.ready" ]; then
   "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" .box/whl/*.whl && touch "$SITE/.ready"

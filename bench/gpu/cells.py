@@ -4,7 +4,7 @@
     python bench/gpu/cells.py make SHAPE DIR        a model with random weights
     python bench/gpu/cells.py train DIR SHAPE ...   training steps without a server
     python bench/gpu/cells.py push DIR SHAPE        a push of weights through files
-    python bench/gpu/cells.py decode SHAPE          a decoding step in a CUDA graph
+    python bench/gpu/cells.py decode DIR            decodes of the small server
     python bench/gpu/cells.py run FOLDER            what a run of train.py shows
 
 The last line of each is one JSON object. On a CPU everything runs with tiny sizes and says nothing.
@@ -374,92 +374,26 @@ def push(args):
     say(**found)
 
 
-def decoding_step(shape, batch, T):
-    """A step of `batch` rows of a plain Qwen3-like model with a static cache of T tokens, and the
-    bytes that it has to read."""
-    import torch
-    import torch.nn.functional as F
+def decode(path, rows, context):
+    """Tokens a second of the small server, which draws a token for each of its full slots: started
+    kernel by kernel, and as a CUDA graph. A step reads all weights and all keys."""
+    from inference.tiny.model import Model
+    from inference.tiny.sampling import SamplingParams, Sequence, sample
 
-    layers, width, inner, heads, groups, d, vocabulary = SHAPES[shape]
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu() else ("cpu", torch.float32)
-    torch.manual_seed(0)
-
-    def weight(*size):
-        return (torch.randn(size, device=device) * 0.02).to(dtype)
-
-    blocks = [
-        [
-            weight((heads + 2 * groups) * d, width),
-            weight(width, heads * d),
-            weight(2 * inner, width),
-            weight(width, inner),
-        ]
-        for _ in range(layers)
-    ]
-    embed, norm = weight(vocabulary, width), torch.ones(width, device=device, dtype=dtype)
-    freq = 1e6 ** -(torch.arange(0, d, 2, device=device) / d)
-    keys = torch.arange(T, device=device)
-    cache = torch.randn(layers, 2, batch, groups, T, d, device=device, dtype=dtype)
-    ids = torch.randint(vocabulary, (batch,), device=device)
-    lengths = torch.randint(T // 2, T, (batch,), device=device)
-    where = (
-        torch.arange(batch, device=device)[:, None],
-        torch.arange(groups, device=device)[None],
-        lengths[:, None],
-    )
-
-    def rotate(x, cos, sin):
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def step():
-        angle = lengths[:, None, None] * freq  # (batch, 1, d/2)
-        turn = angle.cos().to(dtype), angle.sin().to(dtype)
-        mask = (keys <= lengths[:, None])[:, None, None]  # (batch, 1, 1, T)
-        x = F.embedding(ids, embed)
-        for i, (qkv, o, gate_up, down) in enumerate(blocks):
-            y = F.linear(F.rms_norm(x, (width,), norm), qkv).view(batch, -1, d)
-            q, k, v = y.split([heads, groups, groups], 1)
-            q, k = (rotate(F.rms_norm(z, (d,)), *turn) for z in (q, k))
-            cache[i, 0].index_put_(where, k)
-            cache[i, 1].index_put_(where, v)
-            # Query heads that share a key head are the rows of one product: no key is copied.
-            q = q.view(batch, groups, heads // groups, d)
-            y = F.scaled_dot_product_attention(q, cache[i, 0], cache[i, 1], mask)
-            x = x + F.linear(y.reshape(batch, heads * d), o)
-            gate, up = F.linear(F.rms_norm(x, (width,), norm), gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, down)
-        logp = torch.log_softmax(F.linear(F.rms_norm(x, (width,), norm), embed).float(), -1)
-        token = torch.searchsorted(logp.exp().cumsum(-1), torch.rand(batch, 1, device=device))
-        ids.copy_(token[:, 0].clamp(max=vocabulary - 1))
-        return logp.gather(1, ids[:, None])
-
-    weights = sum(x.numel() for block in blocks for x in block) + embed.numel()
-    return step, (weights + cache.numel()) * cache.element_size()
-
-
-def decode(args):
-    """Tokens a second of a decoding step, eager and as a CUDA graph."""
-    import torch
-
-    for batch in args.batches:
-        step, moved = decoding_step(args.shape, batch, args.context)
-        found = {"cell": "decode", "shape": args.shape, "rows": batch, "context": args.context}
-        with torch.inference_mode():
-            seconds = clock(step, repeat=5, warm=2)
-            found |= {"eager_ms": seconds * 1e3, "eager_tokens_s": batch / seconds}
-            if on_gpu():
-                side = torch.cuda.Stream()
-                with torch.cuda.stream(side):
-                    step()
-                torch.cuda.current_stream().wait_stream(side)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    step()
-                seconds = clock(graph.replay, repeat=20)
-                found |= {"graph_ms": seconds * 1e3, "graph_tokens_s": batch / seconds}
-                found["graph_gb_s"] = moved / seconds / 1e9
-        say(**found)
+    numbers, device = ("bfloat16", "cuda") if on_gpu() else ("float32", "cpu")
+    model = Model(path, rows, rows * context, numbers, device)
+    model.resize(context)
+    sequences = [Sequence("", [k], SamplingParams(sampling_seed=k)) for k in range(rows)]
+    feeds, cached = [[k] for k in range(rows)], [context - 1] * rows
+    read = model.cache.nbytes + sum(weight.nbytes for weight in model.weights.values())
+    found = {"cell": "decode", "model": Path(path).name, "rows": rows, "context": context}
+    graphs = model.graphs
+    for way in ("eager", "graph")[: 1 + on_gpu()]:
+        model.graphs = graphs if way == "graph" else None
+        seconds = clock(lambda: sample(model.step(feeds, cached), sequences))
+        found |= {f"{way}_ms": seconds * 1e3, f"{way}_tokens_s": rows / seconds}
+        found[f"{way}_gb_s"] = read / seconds / 1e9
+    say(**found)
 
 
 def run(folder):
@@ -497,7 +431,7 @@ def main():
     p = sub.add_parser("run")
     p.add_argument("folder")
     p = sub.add_parser("decode")
-    p.add_argument("shape", choices=SHAPES)
+    p.add_argument("model")
     p.add_argument("--batches", type=int, nargs="+", default=[64, 256])
     p.add_argument("--context", type=int, default=1024)
     for part in ("train", "push"):
@@ -513,7 +447,8 @@ def main():
         p.add_argument("--mb-tokens", type=int, default=16384)
     args = parser.parse_args()
     parts = {"info": info, "make": lambda: make(args.shape, args.path)}
-    parts |= {"run": lambda: run(args.folder), "decode": lambda: decode(args)}
+    parts |= {"run": lambda: run(args.folder)}
+    parts["decode"] = lambda: [decode(args.model, rows, args.context) for rows in args.batches]
     parts |= {"train": lambda: train(args), "push": lambda: push(args)}
     parts[args.part]()
 

@@ -13,20 +13,21 @@ microsecond, whatever its size. So one product computes q, k and v, and another 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
 
-*The cache* has slots of one length (`fit`), and no blocks as on a GPU: the keys of a step are a
+*The cache* has slots of one length (`fit`), and no blocks as SGLang's: the keys of a step are a
 view of it, and a prefix that two sequences share is one copy (.24 ms for 145 tokens of SmolLM2).
 
-*Bits.* A row's logits do not depend on the other rows. Torch picks a kernel by the shapes of the
-matrices, and two kernels may add in different orders. So weights are stored column by column
-(`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in multiples of 8
-tokens, and the number of keys is chosen (`key_length`). These rules come from measurements.
+*Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
+the shapes of the matrices, and two kernels may add in different orders. So weights are stored
+column by column (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in
+multiples of 8 tokens, and the number of keys is chosen (`key_length`).
 
-*bfloat16* halves the bytes of weights and keys, and the time where the CPU multiplies such numbers.
-Sums stay in float32: x, norm, rotation, softmax. The rules for bits hold for float32 alone.
+*bfloat16* halves the bytes of weights and keys. Sums stay in float32: x, norm, rotation, softmax.
+On a GPU, decodes are replayed (graphs.py).
 """
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+
+from inference.tiny.graphs import Graphs
 
 SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, the default first
     "model_type": ("llama", "qwen2", "qwen3"),
@@ -97,21 +100,28 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). Shapes: q (rows, columns, heads, d),
     k and v (rows, groups, keys, d), mask (rows, 1, columns, keys)."""
-    if q.shape[1] > 1:
+    if q.shape[1] > 1 and q.is_cpu:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
+    if q.shape[1] > 1:  # enable_gqa would copy all keys for each head that shares them
+        share = q.shape[2] // k.shape[1]
+        folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out = F.scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, share, 1))
+        return out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
     # In decode the heads that share a key head make one product. The copies only fill rows.
     q = q.view(len(q), k.shape[1], -1, q.shape[-1])
-    copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1)
+    copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1) if q.is_cpu else q
     return F.scaled_dot_product_attention(copies, k, v, mask)[:, :, : q.shape[2]].flatten(1)
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w, (T, n), in the type of x."""
+    """Return x w, (T, n), in the type of x; a GPU returns its float32 sums of bfloat16 numbers."""
+    if x.is_cuda and w.dtype == torch.bfloat16:
+        return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
     if x.dtype != w.dtype:
         return product(x.to(w.dtype), w).to(x.dtype)
     rows = len(x)
-    if FEWEST <= rows <= MOST:
+    if FEWEST <= rows <= MOST or not x.is_cpu:
         return x @ w
     x = F.pad(x, (0, 0, 0, max(0, FEWEST - rows)))
     return torch.cat([part @ w for part in x.split(MOST)])[:rows]
@@ -119,6 +129,11 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def round_up_a_little(n: int, multiple: int) -> int:
+    """Return n, or up to a quarter more, so that few results are possible: ..., 64, 80, 96, 112."""
+    return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
 def key_length(longest: int) -> int:
@@ -137,7 +152,12 @@ class Model:
     chunk = MOST  # the most tokens of prompts in one step, padding included
 
     def __init__(
-        self, folder: str, slots: int, tokens: int = 16384, dtype: str = "float32"
+        self,
+        folder: str,
+        slots: int,
+        tokens: int = 16384,
+        dtype: str = "float32",
+        device: str = "cpu",
     ) -> None:
         """Load a Hugging Face folder, for at most `slots` sequences of `tokens` tokens in all.
         Raises ValueError if this pass cannot compute it."""
@@ -145,18 +165,21 @@ class Model:
         eos = config.get("eos_token_id")
         self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # tokens that end a text
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
+        self.device = torch.device(device)
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
         self.groups: int = config["num_key_value_heads"]
         self.d: int = config.get("head_dim") or config["hidden_size"] // self.heads
-        self.eps = torch.tensor(config["rms_norm_eps"])
+        self.eps = torch.tensor(config["rms_norm_eps"], device=self.device)
         # the angle by which each pair of a head's elements turns per position: (d/2,)
-        self.frequencies = 1 / config["rope_theta"] ** (torch.arange(0, self.d, 2) / self.d)
+        frequencies = 1 / config["rope_theta"] ** (torch.arange(0, self.d, 2) / self.d)
+        self.frequencies = frequencies.to(self.device)
         n_layers: int = config["num_hidden_layers"]
         self.most_slots, self.positions = slots, round_up(tokens, 512)
         shape = n_layers, 2, self.positions + 1, self.groups, self.d
-        self.cache = torch.zeros(shape, dtype=self.dtype)  # a page takes memory once it is written
+        # A page of the CPU's memory is taken once it is written.
+        self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.kv = self.cache[:, :, None, :0]  # (layers, keys and values, slots, length, groups, d)
         self.resize(1)
 
@@ -168,10 +191,11 @@ class Model:
             self.layers.append(SimpleNamespace(**joined))
         self.norm = self._fuse(files, "model.", "norm.weight")  # (D,)
         embedding = "model.embed_tokens.weight"
-        self.weights[embedding] = files[embedding].to(self.dtype)
+        self.weights[embedding] = files[embedding].to(self.device, self.dtype)
         head = embedding if config.get("tie_word_embeddings") else "lm_head.weight"
         self.head = self._fuse(files, "", head)  # (D, vocab)
         self.embedding = self.weights[embedding]  # (vocab, D), a view of the head if they are tied
+        self.graphs = Graphs() if self.device.type == "cuda" else None
 
     def _fuse(self, files: Mapping[str, Tensor], prefix: str, *names: str) -> Any:
         """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
@@ -180,9 +204,10 @@ class Model:
         full = [prefix + name for name in names]
         if full[0] not in files:
             return None
-        parts = [files[name].float() for name in full]
-        if parts[0].ndim == 2 and self.dtype != torch.float32:
-            fused = torch.cat(parts).to(self.dtype).t()  # row by row, as oneDNN's bfloat16 likes it
+        dtype = self.dtype if files[full[0]].ndim == 2 else torch.float32
+        parts = [files[name].to(self.device, dtype) for name in full]
+        if dtype != torch.float32:
+            fused = torch.cat(parts).t()  # row by row, as oneDNN's bfloat16 likes it
         else:
             fused = torch.cat([part.t() for part in parts], dim=-1)
         views = fused.t().split([len(part) for part in parts])
@@ -193,7 +218,27 @@ class Model:
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
         """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens.
         Return the logits (rows, vocab) of each row's next token."""
-        heads, groups, d = self.heads, self.groups, self.d
+        reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
+        if self.graphs is None or max(map(len, feeds)) > 1:
+            inputs = self._inputs(feeds, cached, first_slot)
+            inputs = inputs.to(self.device, non_blocking=self.cache.is_cuda)
+            x = self._layers(inputs, first_slot, key_length(reach))
+        else:
+            # A row for each slot from 0 on, some of them empty: few different shapes, few graphs.
+            slots, length = self.kv.shape[2:4]
+            end = first_slot + len(feeds)
+            rows = min(round_up_a_little(end, FEWEST), slots)
+            n_keys = min(round_up_a_little(reach, 64), length)
+            feeds = [[]] * first_slot + feeds + [[]] * (rows - end)
+            cached = [0] * first_slot + cached + [0] * (rows - end)
+            layers = partial(self._layers, first_slot=0, n_keys=n_keys)
+            x = self.graphs.run((rows, n_keys, length), layers, self._inputs(feeds, cached, 0))
+            x = x[first_slot:end]
+        return product(rms_norm(x, self.norm, self.eps), self.head)  # logits = W_head norm(x)
+
+    def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
+        """Return (4, rows, columns) for the tokens of a step: ids, positions, places in the cache,
+        and which of them is its row's last."""
         # Pad at the end; a prefill has a multiple of 8 columns. All are (rows, columns).
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)
@@ -201,23 +246,30 @@ class Model:
         ids = torch.tensor([feed + [0] * (columns - len(feed)) for feed in feeds])
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
-        # Where keys and values go in the cache; those of padding go behind its last slot. (T,)
+        # Where keys and values go in the cache; those of padding go behind its last slot.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.kv.shape[3] + positions
         if min(lengths) < columns:
             places[torch.arange(columns) >= torch.tensor(lengths)[:, None]] = self.positions
-        places = places.view(-1)
+        last = [[row * columns + max(n, 1) - 1] for row, n in enumerate(lengths)]
+        return torch.stack((ids, positions, places, torch.tensor(last).expand(-1, columns)))
+
+    def _layers(self, inputs: Tensor, first_slot: int, n_keys: int) -> Tensor:
+        """Return x of each row's last token after all layers, (rows, D)."""
+        heads, groups, d = self.heads, self.groups, self.d
+        ids, positions, places, last = inputs
+        (rows, columns), places = ids.shape, places.flatten()  # (T,)
 
         # Each row attends to the first n_keys keys of its slot.
-        n_keys = key_length(max(map(sum, zip(cached, lengths, strict=True))))
         read = self.kv[:, :, first_slot : first_slot + rows, :n_keys].transpose(3, 4)
         # A token sees the positions up to its own: (rows, 1, columns, n_keys).
-        seen = torch.arange(n_keys) <= positions[:, None, :, None]
+        seen = torch.arange(n_keys, device=self.device) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf).to(self.dtype)
         # e^(i p f): (rows, columns, 1, d/2)
-        rotation = torch.polar(torch.ones(1), positions[:, :, None, None] * self.frequencies)
+        angle = positions[:, :, None, None] * self.frequencies
+        rotation = torch.polar(torch.ones_like(angle), angle)
 
-        x = F.embedding(ids.view(-1), self.embedding).float()  # (T, D) with T = rows * columns
+        x = F.embedding(ids.flatten(), self.embedding).float()  # (T, D) with T = rows * columns
         for w, kv, (keys, values) in zip(self.layers, self.cache, read, strict=True):
             # q, k, v = W_q norm(x), W_k norm(x), W_v norm(x); q and k are rotated
             qkv = product(rms_norm(x, w.norm_1, self.eps), w.w_qkv)
@@ -235,10 +287,7 @@ class Model:
             gate_up = product(rms_norm(x, w.norm_2, self.eps), w.w_gate_up)
             gate, up = gate_up.chunk(2, dim=-1)  # (T, width)
             x = x + product(F.silu(gate) * up, w.w_down)
-
-        # logits = W_head norm(x)
-        x = x.view(rows, columns, -1)[range(rows), [n - 1 for n in lengths]]  # (rows, D)
-        return product(rms_norm(x, self.norm, self.eps), self.head)
+        return x[last[:, 0]]
 
     # The slots
 
@@ -261,7 +310,10 @@ class Model:
 
     def exchange(self, i: int, j: int, n: int) -> None:
         """Exchange the first n keys and values of two slots."""
-        self.kv[:, :, [i, j], :n] = self.kv[:, :, [j, i], :n]
+        first, second = self.kv[:, :, i, :n], self.kv[:, :, j, :n]
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
 
     def copy(self, source: int, target: int, n: int) -> None:
         """Copy the first n keys and values of a slot."""

@@ -83,23 +83,27 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
     excluded[0] = False
     if top_k > 0:
         excluded[top_k:] = True
-    weights[order[excluded]] = 0
+    weights.scatter_(0, order, ranked.masked_fill_(excluded, 0))
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Return the next token of each sequence, and its logprob. `logits` (n, vocab)."""
+    """Return the next token of each sequence, and its logprob. `logits` (n, vocab). On a GPU, only
+    the last line waits for it."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
+    draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]
+    numbers = torch.tensor([[p.temperature for p in params], draws])
+    t, u = numbers.to(logits.device, non_blocking=logits.is_cuda)[:, :, None]  # (n, 1) each
 
     # 1. logit_v -= penalty * (how often token v was generated)
     for row, sequence in zip(logits, sequences, strict=True):
         if penalty := sequence.params.frequency_penalty:
             output = torch.tensor(sequence.output, dtype=torch.int)
-            row -= penalty * torch.bincount(output, minlength=vocab)
+            counts = torch.bincount(output, minlength=vocab)
+            row -= penalty * counts.to(row.device, non_blocking=row.is_cuda)
 
     # 2. log_softmax(logits / T); a temperature below 1e-6 is greedy, as in SGLang
-    t = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
     greedy = t < 1e-6
     logprobs = torch.log_softmax(logits / torch.where(greedy, 1.0, t), dim=-1)  # (n, vocab)
 
@@ -111,8 +115,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
     # 4. token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
-    draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]
-    u = torch.tensor(draws)[:, None]  # (n, 1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
     token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
-    return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
+    both = torch.cat((token, logprobs.gather(1, token)), dim=1)  # float32 holds ids below 2^24
+    tokens, chosen = both.T.tolist()
+    return [int(token) for token in tokens], chosen

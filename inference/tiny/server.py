@@ -12,11 +12,11 @@ A route ignores the fields of a body that it does not know, as SGLang does. But 
 unknown sampling parameter, without which the tokens would have another distribution. It also
 refuses a request that the server could not complete.
 
-A request's tokens and logprobs depend only on its seed, its prompt and the weights. New weights are
-loaded between two steps, and running requests go on with them. A client that hangs up does not end
-its request; /abort_request does. Not supported: streams, texts, several prompts in one request,
-logprobs of prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a
-process group.
+A request's tokens and logprobs depend only on its seed, its prompt and the weights (on a GPU, their
+rounding also on its neighbours). New weights are loaded between two steps, and running requests go
+on with them. A client that hangs up does not end its request; /abort_request does. Not supported:
+streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA, mixtures of
+experts, the pause mode in_place, and weights by a process group.
 """
 
 import argparse
@@ -167,6 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
     add("--max-total-tokens", type=int, default=16384, help="most tokens of all sequences together")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--device", default="cpu", choices=["cpu", "cuda", "mps"], help="mps: without graphs")
     add("--threads", type=int, default=1)
     add("--seed", type=int, help="of the requests that have none")
     add("--exit-with-parent", action="store_true", help="end when the parent process ends")
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     random.seed(args.seed)  # the source of seeds for requests without one
     listener = listen(args.host, args.port, args.api_key)
     limits = args.max_running_requests, args.max_total_tokens
-    model = Model(args.model_path, *limits, args.dtype)
+    model = Model(args.model_path, *limits, args.dtype, args.device)
     # Without transformers, which takes a second to import.
     tokenizer = Tokenizer.from_file(f"{args.model_path}/tokenizer.json")
     decode = partial(tokenizer.decode, skip_special_tokens=False)

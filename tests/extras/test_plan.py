@@ -18,6 +18,7 @@ from trainers import make_batch, make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from extras.plan import (
+    CUDA_BYTES,
     GIB,
     check_memory,
     check_update_mode,
@@ -144,6 +145,8 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
     assert estimate_rank(given, shape, n, norms, 1, False) * GIB - alone == pytest.approx(4 * n)
     server = estimate_server(given, shape, n, False) * GIB
     assert server == pytest.approx(4 * n + 2 * 4 * 2 * 16 * 2 * 5000)
+    given.server.backend, given.server.dtype = "tiny", "float32"
+    assert estimate_server(given, shape, n, True) * GIB == pytest.approx(server + CUDA_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,8 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
         (["server.tp_size=3"], 8, r"size=3 .* 12 .* one of \[1, 2, 4, 6, 12\]"),
         (["server.tp_size=8"], 8, "size=8 does not fit 12 query and 2 key heads"),
         (["server.tp_size=2"], 1, r"server\.tp_size=2, but there are 1 GPUs"),
+        (["server.tp_size=2", "server.backend=tiny"], 8, "a small server uses one GPU"),
+        (["server.device=cuda", "server.backend=tiny"], 0, r"server\.device=cuda, but no GPU"),
         ([], 0, r"1536 running episodes need 3328 open files.*1024"),
     ],
 )
@@ -185,7 +190,7 @@ THERE = "rollout.server_addrs=['http://10.0.0.5:30000']"
         (8, 8, ["server.count=2"], SHARE),
         (2, 1, [], ""),
         (8, 4, ["server.count=2", "server.tp_size=2"], ""),
-        (1, 1, ["server.backend=tiny"], ""),  # gloo
+        (1, 1, ["server.backend=tiny", "server.device=cpu"], ""),  # gloo
         (0, 1, [THERE], ITSELF),
         (0, 1, [THERE, "weight_update.address=10.0.0.7"], ""),
         (0, 1, ["rollout.server_addrs=['http://127.0.0.1:30000']"], ""),
@@ -257,6 +262,7 @@ def test_advice_of_the_plan(qwen: Path, plan: Plan) -> None:
     lines = plan(recipe(qwen), 8).splitlines()
     assert says in lines
     assert any("weight_update.mode=distributed needs no files" in line for line in lines)
+    assert "distributed" not in plan(recipe(qwen, "server.backend=tiny"), 8)
 
 
 def test_a_name_is_enough_for_a_plan(plan: Plan) -> None:

@@ -1,0 +1,50 @@
+"""Steps that a GPU replays.
+
+A step sends the GPU what it has to know in one copy, and waits once, for the tokens that are drawn
+(sampling.py). Between them it starts kernels: about a thousand for a decode of a model with 1.5B
+parameters, most of them small. The CPU needs longer to start them than the GPU to compute them. A
+CUDA graph is a list of kernels that is captured once and starts as one. It repeats the same kernels
+at the same addresses:
+
+- What changes from step to step lies in one tensor, which is filled anew before each replay.
+- Shapes are fixed, so a step with other shapes needs another graph.
+- Weights and keys are read where they were, so new ones are written to the same place.
+- A step that is being captured can neither wait for the GPU nor copy from the CPU.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# cuDNN's attention prepares a plan for every new shape, and nearly every prefill has one.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+class Graphs:
+    """The graphs of one model. They are captured when they are first needed."""
+
+    most = 64  # then the one that was not used for longest goes
+
+    def __init__(self) -> None:
+        self.captured: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}  # the last used at the end
+        self.pool: Any = torch.cuda.graph_pool_handle()  # of all graphs, as one runs at a time
+
+    def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        """Return function(inputs), with `inputs` on the CPU. `key` stands for its shapes. The next
+        call may overwrite the result."""
+        if key in self.captured:
+            graph, fixed, out = self.captured.pop(key)
+            fixed.copy_(inputs, non_blocking=True)
+        else:
+            fixed = inputs.to("cuda", non_blocking=True)
+            function(fixed)  # libraries prepare themselves in a first call, which is not captured
+            if len(self.captured) == self.most:
+                del self.captured[next(iter(self.captured))]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                out = function(fixed)
+        self.captured[key] = graph, fixed, out
+        graph.replay()
+        return out

@@ -1,0 +1,84 @@
+"""The small server on a GPU draws the tokens that it draws on a CPU, and waits once a step. On a
+machine without a GPU, tests/pretended_gpu.py stands in for it."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from pretended_gpu import PretendedGPU
+from test_tiny_server import PROMPT, sequence
+
+from inference.tiny.graphs import Graphs
+from inference.tiny.model import Model, read_weights
+from inference.tiny.sampling import Sequence
+from inference.tiny.scheduler import Scheduler
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU | None]:
+    """The pretended GPU; None if there is a real one."""
+    with nullcontext() if torch.cuda.is_available() else PretendedGPU(monkeypatch) as pretended:
+        yield pretended
+
+
+def play(model: Model, other: Path, gpu: PretendedGPU | None = None) -> list[Sequence]:
+    """Prompts in pieces, a shared prefix, slots that grow and shrink, sequences that make room for
+    others, new weights, and each way to sample."""
+    ways = [("top_p", 1), ("top_p", 0.5), ("top_k", 3), ("temperature", 0), ("temperature", 0.7)]
+    group = [sequence(f"a/{i}", PROMPT * 7, 60, i, **dict([way])) for i, way in enumerate(ways)]
+    long = [sequence(f"b/{i}", [i, *PROMPT * 20], 30, seed=i) for i in range(3)]
+    short = sequence("c/0", [1, 2, 3], 20, frequency_penalty=0.5)
+    scheduler, counted = Scheduler(model, "0", str), set()
+    scheduler.add(long[0], *group)
+    _ = gpu and gpu.count()
+    while scheduler.step():
+        counted.add(gpu and gpu.count())
+        if scheduler.steps == 40:
+            scheduler.add(*long[1:], short)
+        if scheduler.steps == 70:
+            model.replace_weights(read_weights(str(other)))
+            scheduler.retract()
+            _ = gpu and gpu.count()
+    # Sent are the tokens, numbers to draw others, and for a penalty the counts; there is one wait.
+    assert counted == ({(2, 1), (3, 1)} if gpu else {None})
+    return [*group, *long, short]
+
+
+def test_the_same_tokens_as_on_a_cpu(
+    tiny_model_dir: Path, other_model_dir: Path, gpu: PretendedGPU | None
+) -> None:
+    """Whatever a step consists of, and whether its graph is there or has to be captured again."""
+    expected = play(Model(str(tiny_model_dir), 6, 2048), other_model_dir)
+    model = Model(str(tiny_model_dir), 6, 2048, device="cuda")
+    assert model.graphs is not None
+    model.graphs.most = 3  # of four
+    for one, wanted in zip(play(model, other_model_dir, gpu), expected, strict=True):
+        assert one.tokens == wanted.tokens
+        assert one.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+    assert len(model.graphs.captured) == 3
+
+
+def test_bfloat16_adds_in_float32(tiny_model_dir: Path, gpu: PretendedGPU | None) -> None:
+    """The logits have more digits than a bfloat16 number, and are near those of float32."""
+    exact = Model(str(tiny_model_dir), 2).step([PROMPT], [0])
+    model = Model(str(tiny_model_dir), 2, dtype="bfloat16", device="cuda")
+    for feed, cached in ((PROMPT, 0), (PROMPT[-1:], len(PROMPT) - 1)):
+        logits = model.step([feed], [cached]).cpu()
+        assert (logits - logits.bfloat16()).abs().max() > 0
+        assert 1e-4 < (logits - exact).abs().max() < 0.2
+
+
+def test_what_a_graph_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of the CPU stays as it was captured, and nothing is sent or awaited. So a step that
+    does this fails above."""
+    with PretendedGPU(monkeypatch):
+        graphs, x, factor = Graphs(), torch.ones(3), [2.0]
+        for scale in (1, 5):
+            assert graphs.run("x", lambda x: x * factor[0], scale * x).tolist() == [2 * scale] * 3
+            factor[0] = 3.0
+        with pytest.raises(RuntimeError, match="item: not permitted"):
+            graphs.run("waits", lambda x: x * x.sum().item(), x)
+        with pytest.raises(RuntimeError, match="to: not permitted"):
+            graphs.run("sends", lambda x: x + torch.ones(3).to("cuda"), x)
