@@ -6,9 +6,9 @@ It starts nothing, and needs neither data nor weights nor GPUs, only the config.
 run/launch.py chooses the servers and their GPUs, as in a run; this file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
-each in float32. A reference model adds 4 bytes. A frozen parameter has only its own 4. Each of a step's
-three phases frees its memory before the next one begins, so the step adds only the largest. A
-server keeps the weights, and the keys and values of server.max_total_tokens tokens.
+each in float32. A frozen parameter takes 4, and a reference model adds 4. Each of a step's three
+phases frees its memory before the next one begins, so the step adds only the largest. A server
+keeps the weights, and the keys and values of server.max_total_tokens tokens.
 
 Example: on one GPU, Qwen2.5-1.5B in bfloat16 needs 30.6 GiB. It keeps 23.0, a step with
 gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
