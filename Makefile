@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 
 BUG ?=
 
-.PHONY: demo tool compare tour museum test test-runs test-sglang agents lint bench soak clean
+.PHONY: demo tool compare tour museum test test-runs test-oldest test-sglang agents lint bench soak clean
 
 demo: $(VENV)/ready            ## train the demo, in about a minute
 	$(BIN)/python train.py
@@ -29,6 +29,9 @@ test: $(VENV)/ready            ## the tests, without whole runs
 test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kills, recipes
 	-@$(MAKE) --silent $(VENV)/llm   # where gguf cannot be had, the pretrained model's test is skipped
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
+
+test-oldest: .venv-oldest/ready   ## what uses torch, transformers and openai, with the oldest versions that pyproject.toml allows
+	PYTHONPATH=.venv-oldest $(BIN)/python -m pytest -n 2 --dist loadfile -m "not runs" tests/training tests/inference tests/calls tests/test_ppo.py tests/test_proxy.py tests/extras/test_losses.py
 
 test-sglang: $(VENV)/ready .venv-sglang/ready   ## the server's contract, the parsers and a run with SGLang on a CPU
 	POCKET_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/inference/test_contract.py tests/calls/test_tools.py tests/run/test_sglang_run.py
@@ -69,6 +72,17 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# The lower bounds of pyproject.toml, in a folder that hides what .venv has. torch is no part of it: its bound has to be the
+# version that all other tests use.
+OLDEST = $(shell sed -nE 's/^ *"([a-z]+)>=([0-9.]+)".*/\1==\2/p' pyproject.toml)
+
+.venv-oldest/ready: $(VENV)/ready pyproject.toml constraints.txt
+	grep '^$(filter torch==%,$(OLDEST))\.' constraints.txt
+	rm -rf .venv-oldest && mkdir .venv-oldest
+	grep -vE '^(transformers|openai|rich)==' constraints.txt >.venv-oldest/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt --target .venv-oldest $(filter-out torch==%,$(OLDEST))
+	@touch $@
+
 # What reads the pretrained model's file (tasks/smollm2.py).
 $(VENV)/llm: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[llm]'
@@ -79,4 +93,4 @@ $(VENV)/llm: $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-agents .venv-sglang examples/node/node_modules runs .cache
+	rm -rf $(VENV) .venv-agents .venv-oldest .venv-sglang examples/node/node_modules runs .cache

@@ -1,6 +1,6 @@
 """Evaluate the base model before the first step and the trained model after the last, on the same
-validation prompts. Print both success rates with their Wilson intervals, and three conversations,
-before and after.
+validation prompts. Print three conversations, before and after, and both success rates with their
+Wilson intervals and pass@k.
 
     callbacks: [extras.before_after.BeforeAfter]
 
@@ -35,8 +35,11 @@ class BeforeAfter:
         run: Any = self.run
         if error is not None or run is None:
             return
-        print("\nevaluating the trained model")
-        after = evaluate(run.executor, run.inputs)
+        # The last step may have evaluated the same weights.
+        after = {k: x for k, x in run.history[-1].items() if k.startswith("eval_")}
+        if not after:
+            print("\nevaluating the trained model")
+            after = evaluate(run.executor, run.inputs)
         (run.run_dir / "eval_trained.json").write_text(json.dumps(after))
         samples = run.inputs.validation
         for i in range(0, len(samples), -(-len(samples) // SHOWN)):
@@ -47,8 +50,10 @@ class BeforeAfter:
                     print(f"  {title:6} {row['reward']:.1f}  {as_line(row['completion'])}")
         print()
         for title, found in (("before", json.loads(self.file.read_text())), ("after", after)):
-            text = "success on held-out prompts {}: {eval_success:.2f} ({eval_success_low:.2f} to"
-            text += " {eval_success_high:.2f}, {eval_episodes} episodes)"
+            text = "success on held-out prompts {}: {eval_success:.3f} ({eval_success_low:.3f} to"
+            text += " {eval_success_high:.3f}, {eval_episodes} episodes)"
+            for key in (key for key in found if key.startswith("eval_pass_at_")):
+                text += f", pass@{key.rpartition('_')[2]} {found[key]:.3f}"
             print(text.format(title, **found), flush=True)
 
 

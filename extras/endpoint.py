@@ -43,7 +43,8 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
 
     async def play_all() -> list[float | None]:
         places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
-        plays = (play(i, sample, places) for i, sample in enumerate(inputs.validation))
+        samples = inputs.validation * config.evaluation_gconfig.n_samples
+        plays = (play(i, sample, places) for i, sample in enumerate(samples))
         return await asyncio.gather(*plays)
 
     return describe(asyncio.run(play_all()), inputs)

@@ -6,9 +6,9 @@ A plan starts nothing. It needs no data, no weights and no GPUs, only the config
 run/launch.py chooses the servers and their GPUs, as in a run; this file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
-each in float32. A reference model adds 4 bytes. A step has three phases, and each frees its memory
-before the next begins, so the step adds only the largest. A server keeps the weights, and the keys
-and values of server.max_total_tokens tokens.
+each in float32. A frozen parameter takes 4, and a reference model adds 4. A step has three phases,
+and each frees its memory before the next begins, so the step adds only the largest. A server keeps
+the weights, and the keys and values of server.max_total_tokens tokens.
 
 Example: to train Qwen2.5-1.5B in bfloat16, one GPU needs 30.6 GiB. The 16 bytes per parameter make
 23.0, a step with gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
@@ -74,6 +74,20 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
     return sum(p.numel() for p in model.parameters()), any("q_norm" in name for name in names)
 
 
+def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
+    """The parameters of the last layer (V H), of embedding and last layer (R), and of each layer
+    between them (P)."""
+    last = shape.vocab_size * shape.hidden_size
+    root = last if shape.tie_word_embeddings else 2 * last
+    return last, root, (n - root) // shape.num_hidden_layers
+
+
+def count_frozen(actor: PPOActorConfig, shape: Any, n: int) -> int:
+    """The parameters that do not learn: the embedding's and those of the first layers."""
+    last, _, layer = split_parameters(shape, n)
+    return actor.frozen_layers * layer + last if actor.frozen_layers else 0
+
+
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
     """The bytes per token that a layer keeps for the backward pass, with `b` bytes per number.
 
@@ -99,26 +113,28 @@ def step_bytes(
     """The bytes that a step needs beyond what a rank keeps.
 
     V is the vocabulary, H the hidden size. A layer has P parameters. Embedding and last layer
-    have R: V H if they are tied, else 2 V H.
+    have R: V H if they are tied, else 2 V H. If layers are frozen, so is the embedding, and then
+    terms of its gradient go, with those of the last layer where they are tied.
     """
-    b, tokens, layers = number_bytes(actor), actor.mb_tokens, shape.num_hidden_layers
-    last = shape.vocab_size * shape.hidden_size  # V H
-    root = last if shape.tie_word_embeddings else 2 * last  # R
-    layer = (n - root) // layers  # P
+    b, tokens, frozen = number_bytes(actor), actor.mb_tokens, actor.frozen_layers
+    layers = shape.num_hidden_layers - frozen  # that learn
+    last, root, layer = split_parameters(shape, n)
+    learning = root - last if frozen else root
     one = tokens * saved_bytes(shape, b, has_head_norms)
     # With gradient checkpointing a layer keeps only its input. Layers are recomputed one by one.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
     # head = b R + (4 + b) V H + saved + chunk: the last layer, its gradient in float32, what one
     # chunk of tokens adds to the gradient, and the chunk's logits.
-    head = (4 + b) * last + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
+    head = (4 + b) * min(last, learning) + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
     # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers, the gradient of one, and its
     # float32 copies before and after the ranks' gradients are added.
-    middle = b * last + saved + (0 if is_kept else one)
+    middle = b * min(last, learning) + saved + (0 if is_kept else one)
     # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
     if ranks == 1 and actor.dtype == "float32":  # no FSDP
         return max(head, middle + 2 * b * tokens * mlp_width(shape))
-    return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
+    end = max(0 if frozen else 4 * b * last, 8 * learning)
+    return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, end)
 
 
 def kept_bytes(config: TrainConfig) -> int:
@@ -130,9 +146,12 @@ def estimate_rank(
     config: TrainConfig, shape: Any, n: int, has_head_norms: bool, ranks: int, on_gpu: bool
 ) -> float:
     """GiB that each of `ranks` ranks needs."""
-    kept, device = kept_bytes(config) * n / ranks, "cuda" if on_gpu else "cpu"
-    step = step_bytes(config.actor, shape, n, has_head_norms, device, ranks)
-    return (kept + step + CUDA_BYTES * on_gpu) / GIB
+    actor, device = config.actor, "cuda" if on_gpu else "cpu"
+    kept = kept_bytes(config) * n - 12 * count_frozen(actor, shape, n)
+    if actor.frozen_layers:  # it keeps the states of a step's tokens after the last frozen layer
+        kept += step_tokens(config) * number_bytes(actor) * shape.hidden_size
+    step = step_bytes(actor, shape, n, has_head_norms, device, ranks)
+    return (kept / ranks + step + CUDA_BYTES * on_gpu) / GIB
 
 
 def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
@@ -168,6 +187,7 @@ def check_memory(
         "lower actor.mb_tokens": True,
         "set actor.gradient_checkpointing=true": not actor.gradient_checkpointing,
         "set actor.dtype=bfloat16": actor.dtype == "float32",
+        "raise actor.frozen_layers": True,
         "raise torchrun --nproc-per-node": sum(p.name[:4] == "rank" for p, _ in needs) < len(gpus),
     }
     on_servers = {
@@ -240,6 +260,12 @@ def count_episodes(config: TrainConfig) -> int:
     return (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
 
 
+def step_tokens(config: TrainConfig) -> int:
+    """The tokens of a step whose answers all have max_new_tokens."""
+    keys = config.gconfig
+    return config.train_dataset.batch_size * keys.n_samples * keys.max_new_tokens
+
+
 # ---- the plan
 
 
@@ -271,7 +297,7 @@ def paste(planned: Child, port: int) -> str:
 def describe_load(config: TrainConfig) -> str:
     running = config.server.count * config.server.max_running_requests
     samples = config.train_dataset.batch_size * config.gconfig.n_samples
-    step = samples * config.gconfig.max_new_tokens * TOKEN_BYTES
+    step = step_tokens(config) * TOKEN_BYTES
     return (
         f"{config.max_steps} steps of {samples} samples; {count_episodes(config)} episodes run at a"
         f" time, the servers decode {running}\ndisk: {step / 1e6:.1f} MB a step for turns of"

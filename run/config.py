@@ -223,7 +223,7 @@ class TrainDatasetConfig(DatasetConfig):
 
 
 class EvaluatorConfig(Keys):
-    """Evaluations run one episode per validation prompt."""
+    """Evaluations run the validation prompts, eval_gconfig.n_samples times."""
 
     interval: CountOrZero = 0
     """steps between two evaluations; 0: never"""
@@ -282,7 +282,7 @@ class TrainConfig(Keys):
     """steps between two checkpoints; 0: only at the end"""
     gconfig: GenerationHyperparameters = GenerationHyperparameters()
     eval_gconfig: dict[str, Any] = {}
-    """fields of gconfig that differ in evaluations"""
+    """fields of gconfig that differ in evaluations; n_samples: 1 unless set here"""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()
     actor: PPOActorConfig = PPOActorConfig()
@@ -299,8 +299,9 @@ class TrainConfig(Keys):
 
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
-        """The sampling of an evaluation: gconfig, changed by eval_gconfig."""
-        merged = self.gconfig.model_dump() | self.eval_gconfig
+        """The sampling of an evaluation: gconfig with one episode per prompt, changed by
+        eval_gconfig."""
+        merged = self.gconfig.model_dump() | {"n_samples": 1} | self.eval_gconfig
         return GenerationHyperparameters.model_validate(merged)
 
 

@@ -1,4 +1,5 @@
-"""Evaluation runs one episode per validation prompt, and summarises the rewards.
+"""Evaluation runs eval_gconfig.n_samples episodes per validation prompt, by default one, and
+summarises the rewards.
 
 During training these episodes bypass the staleness gate, and use the newest weights. `python
 train.py mode=eval` evaluates a model without training; with evaluator.base_url=URL it evaluates
@@ -20,7 +21,8 @@ Evaluation = dict[str, float | None]
 
 def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
     """Run the validation prompts. The reward of an episode is that of its last row."""
-    groups = executor.evaluate(inputs.validation, inputs.evaluated)
+    repeated = inputs.validation * executor.eval_gconfig.n_samples
+    groups = executor.evaluate(repeated, inputs.evaluated)
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
 
 
@@ -33,22 +35,37 @@ def wilson(p: float, n: int) -> tuple[float, float]:
     return (middle - width) / (1 + z**2 / n), (middle + width) / (1 + z**2 / n)
 
 
+def pass_at(k: int, n: int, right: int) -> float:
+    """The probability that one of k answers is right, if `right` of n were. It has no bias, unlike
+    1 - (1 - right / n)^k (Chen et al. 2021)."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     """Return and print the metrics. An episode without a reward (None) is no success, and does not
-    count in the mean reward."""
-    found = [reward for reward in rewards if reward is not None]
-    n = len(found)
-    success = inputs.success(found) * n / len(rewards) if n else 0.0
-    low, high = wilson(success, len(rewards))
+    count in the mean reward. With n episodes per prompt, there is pass@k for k = 2, 4, 8 ... <= n.
+
+    `rewards` has those of all prompts, then those of all prompts again. The episodes of one prompt
+    are alike, so error and interval count prompts: they may be too wide, but not too narrow.
+    """
+    prompts = len(inputs.validation)
+    n = len(rewards) // prompts
+    found = [[x for x in rewards[i::prompts] if x is not None] for i in range(prompts)]
+    means = [fmean(group) for group in found if group]
+    right = [round(inputs.success(group) * len(group)) if group else 0 for group in found]
+    success = sum(right) / len(rewards)
+    low, high = wilson(success, prompts)
     metrics: Evaluation = {
-        "eval_reward": fmean(found) if n else None,
-        "eval_reward_sem": stdev(found) / math.sqrt(n) if n > 1 else None,
+        "eval_reward": fmean(means) if means else None,
+        "eval_reward_sem": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "eval_success": success,
         "eval_success_low": low,
         "eval_success_high": high,
         "eval_episodes": len(rewards),
-        "eval_rejected": len(rewards) - n,
+        "eval_rejected": len(rewards) - sum(map(len, found)),
     }
+    for k in (2**i for i in range(1, n.bit_length())):
+        metrics[f"eval_pass_at_{k}"] = fmean(pass_at(k, n, count) for count in right)
     print("  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if v is not None), flush=True)
     return metrics
 

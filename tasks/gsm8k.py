@@ -1,19 +1,24 @@
 """Train on GSM8K, grade-school mathematics problems. The answer to each is one number, so a program
 can check it: the reward is 1 if the final answer is right, else 0.
 
-    python train.py --config configs/gsm8k.yaml model_path=DIR
+    python train.py --config gsm8k model_path=DIR
     one attempt
 
-    python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent
+    python train.py --config gsm8k model_path=DIR workflow=tasks.gsm8k.MathAgent
     two attempts
 
 The first command uses RLVRWorkflow and the reward function below. The second uses MathAgent, an
 agent with the unmodified OpenAI SDK: if the first answer is wrong, it tells the model so and asks
 again.
 
-**Data.** By default the problems come from the package `datasets` (openai/gsm8k). To train on other
-problems, set `train_dataset.path` to a JSONL file whose lines have the keys "question" and
-"answer". As in GSM8K, "answer" is the whole solution, and the number stands after the last `####`.
+**Evaluation.** The base model and the trained one answer all test problems four times, with the
+same prompt and sampling. The run ends with both shares of right answers, their intervals and pass@4
+(run/evaluate.py). `mode=eval` with the same words evaluates one model alone.
+
+**Data.** By default the problems come from the package `datasets` (openai/gsm8k). To use other
+problems, set `train_dataset.path` and `valid_dataset.path` to JSONL files whose lines have the keys
+"question" and "answer". As in GSM8K, "answer" is the whole solution, and the number stands after
+the last `####`.
 
 **Comparison.** If math-verify is installed, it decides whether two answers are the same number. It
 understands fractions, units and LaTeX. Otherwise the reward compares the numbers that `last_number`
@@ -49,7 +54,7 @@ def dataset(split: str = "train") -> list[dict]:
         )
     except (ImportError, OSError) as error:
         reason = f"openai/gsm8k cannot be loaded by the package datasets ({error})"
-        raise ImportError(f"{reason}: give a file by train_dataset.path=FILE.jsonl") from error
+        raise ImportError(f"{reason}: give a file by {split}_dataset.path=FILE.jsonl") from error
 
 
 def prepare(row: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,9 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     harness = start(tokenizer=own)
     session, messages = await harness.start(), list(HELLO)
     variables = {} if on is None else {switch: on}
-    options: Any = {"tools": [tool("f")], "extra_body": {"chat_template_kwargs": variables}}
+    tools = [tool("f")]
+    tools[0]["function"]["strict"] = True  # openai before 3.0 streams no others
+    options: Any = {"tools": tools, "extra_body": {"chat_template_kwargs": variables}}
     options |= {"tool_choice": "required"} if forced else {}
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     for _ in range(2):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A quarter of an hour on a GPU box:   bash bench/gpu/box.sh [--cpu] [--budget S] [CELL ...]
 # Cells are the functions below; without names, the list `first`. Each has a time limit, and one that fails ends nothing.
-# Results: $OUT/summary.md (also as JSON lines), logs.tar.gz, a profile. --cpu tries everything with tiny sizes.
+# Results in $OUT: summary.md (a page), summary.json, logs.tar.gz, a profile. --cpu tries everything with tiny sizes.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 PY=${PY:-python3} SITE=${SITE:-/tmp/site} OUT=${OUT:-/tmp/out} WORK=${WORK:-/tmp/box} BUDGET=400 CPU=
@@ -10,37 +10,30 @@ CELLS=bench/gpu/cells.py
 mkdir -p "$OUT" "$WORK/logs" "$WORK/runs"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$SITE OUT WORK
 export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor TRITON_CACHE_DIR=$WORK/triton
-SHM=$WORK SCALE=1 SHAPE=1.5b ROWS=32 LONGEST=2048 WORKERS=8 DEMO_STEPS=64 MAZE_STEPS=14
+SHM=$WORK SCALE=1 SHAPE=1.5b ROWS=32 LONGEST=2048 WORKERS=8 DEMO_STEPS=64 MAZE_STEPS=14 STEPS=6 PROMPTS=16
 if [ -n "$CPU" ]; then
   export CUDA_VISIBLE_DEVICES=
-  SCALE=10 SHAPE=tiny ROWS=8 LONGEST=64 WORKERS=1 DEMO_STEPS=3 MAZE_STEPS=2
+  SCALE=10 SHAPE=tiny ROWS=8 LONGEST=64 WORKERS=1 DEMO_STEPS=3 MAZE_STEPS=2 STEPS=2 PROMPTS=2
 elif [ -d /dev/shm ]; then SHM=/dev/shm; fi
 START=$(date +%s)
 
-keep() { ( flock 9; tar czf "$OUT/logs.tar.gz" -C "$WORK" logs $(cd "$WORK" && ls -d runs/*/*/{metrics.jsonl,config.yaml,logs} 2>/dev/null)
-  cp "$WORK/summary.md" "$OUT/summary.md" ) 9>"$WORK/lock"; }
-note() { grep . <<<"$1" | tee -a "$WORK/summary.md"; }
-cell() { # cell NAME LIMIT COMMAND...: its result, JSON lines and, where it failed, last words go into the summary
-  local name=$1 limit=$(($2 * SCALE)) log=$WORK/logs/$1.log begin now rc; shift 2
-  now=$((START + BUDGET * SCALE - $(date +%s))); [ "$limit" -gt "$now" ] && limit=$now
-  [ "$limit" -lt 8 ] && { note "- $name: not started, the time was over"; return; }
-  begin=$(date +%s); timeout -s INT -k 8 "$limit" "$@" >"$log" 2>&1 </dev/null; rc=$?
-  note "- $name: rc $rc, $(($(date +%s) - begin)) s of $limit
-$(grep -a '^{' "$log" | tail -6 | sed 's/^/    /')
-$([ $rc = 0 ] || tail -n 14 "$log" | cut -c1-300 | sed 's/^/    | /')"
+keep() { flock "$WORK/lock" tar czf "$OUT/logs.tar.gz" -C "$WORK" logs $(cd "$WORK" && ls -d runs/*/*/{metrics.jsonl,config.yaml,logs} 2>/dev/null); }
+cell() { # cell NAME LIMIT COMMAND...: its figures and, where it failed, last words go into the page. TRIAL is the name of a run.
+  local name=$1 limit=$(($2 * SCALE)) log=$WORK/logs/$1.log begin now rc=-1; shift 2
+  begin=$(date +%s); now=$((START + BUDGET * SCALE - begin)); [ "$limit" -gt "$now" ] && limit=$now
+  if [ "$limit" -lt 8 ]; then echo "not started, the time was over" >"$log"
+  else timeout -s INT -k 8 "$limit" "$@" >"$log" 2>&1 </dev/null; rc=$?; fi
+  [ -z "${TRIAL:-}" ] || "$PY" -S $CELLS run "$(ls -d "$WORK"/runs/*/"$TRIAL" 2>/dev/null | tail -1)" >>"$log" 2>&1
+  flock "$WORK/lock" "$PY" -S $CELLS note "$name" $rc $(($(date +%s) - begin)) $limit
   keep; }
 tests() { # tests NAME LIMIT FILE...
   PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 cell "$1" "$2" "$PY" -m pytest -rfE -p xdist.plugin -p anyio.pytest_plugin \
-    -p no:cacheprovider -n $WORKERS --dist worksteal -W default -m "not runs" --tb=short --maxfail=60 "${@:3}"
-  note "$(grep -aE '^(FAILED|ERROR)|passed|failed' "$WORK/logs/$1.log" | cut -c1-220 | tail -n 30 | sed 's/^/    /')"; }
+    -p no:cacheprovider -n $WORKERS --dist worksteal -W default -m "not runs" --tb=short --maxfail=60 "${@:3}"; }
 run() { # run NAME LIMIT WORDS...: train.py, and a line about its metrics
-  local name=$1 limit=$2; shift 2
-  OMP_NUM_THREADS=1 cell "$name" "$limit" "$PY" train.py "$@" fileroot="$WORK/runs" trial_name="$name" recover_interval=0
-  note "$("$PY" -S $CELLS run "$(ls -d "$WORK"/runs/*/"$name" 2>/dev/null | tail -1)" 2>&1 | tail -1 | sed 's/^/    /')"
-  keep; }
+  TRIAL=$1 OMP_NUM_THREADS=1 cell "$1" "$2" "$PY" train.py "${@:3}" fileroot="$WORK/runs" trial_name="$1" recover_interval=0; }
 model() { [ -f "$SHM/model-$SHAPE/config.json" ] || cell make-model 100 "$PY" $CELLS make $SHAPE "$SHM/model-$SHAPE"; }
 train() { # train NAME LIMIT OPTIONS...: training steps without a server
-  model; cell "$1" "$2" "$PY" $CELLS train "$SHM/model-$SHAPE" $SHAPE --name "$1" --rows $ROWS --longest $LONGEST "${@:3}"; }
+  model; cell "$1" "$2" "$PY" $CELLS train "$SHM/model-$SHAPE" --name "$1" --rows $ROWS --longest $LONGEST "${@:3}"; }
 
 info() { nvidia-smi 2>&1 | head -n 15 >"$WORK/logs/smi.log"; cell info 60 "$PY" $CELLS info; }
 unit() { tests unit 150 tests/training tests/test_ppo.py tests/extras/test_{losses,advantages}.py tests/inference/tiny/test_gpu.py; }
@@ -50,18 +43,17 @@ demo_sync() { run demo-sync 150 max_steps=$DEMO_STEPS rollout.max_head_offpolicy
 maze_async() { run maze-async 70 --config maze max_steps=$MAZE_STEPS; }
 maze_sync() { run maze-sync 70 --config maze max_steps=$MAZE_STEPS rollout.max_head_offpolicyness=0; }
 packed() { train packed 90 --check --profile; }
-padded() { train padded 80 --layout padded --check; }
-tree() { train tree 100 --layout tree --check; }
+tree() { train tree 100 --tree --check; }
 nockpt() { train nockpt 60 --no-checkpointing --mb-tokens 4096; }
 eager() { train eager 90 --eager; }
 long() { ROWS=8 LONGEST=30720 train long 120 --mb-tokens 30720; }
-push() { model; cell push 60 "$PY" $CELLS push "$SHM/model-$SHAPE" $SHAPE; }
+push() { model; cell push 60 "$PY" $CELLS push "$SHM/model-$SHAPE"; }
 decode() { for s in $([ -n "$CPU" ] && echo tiny || echo 1.5b 135m); do SHAPE=$s model; cell "decode-$s" 45 "$PY" $CELLS decode "$SHM/model-$s"; done; }
 gsm8k() { # gsm8k NAME LIMIT WORDS...: the recipe's step with a random model, whose reward is arithmetic
   local name=$1 limit=$2; shift 2; model
   PYTHONPATH=$PYTHONPATH:$PWD/bench/gpu run "$name" "$limit" --config gsm8k model_path="$SHM/model-$SHAPE" \
-    train_dataset.path=tests/data/gsm8k.jsonl workflow=workflow.RLVRWorkflow workflow_kwargs.reward_fn=cells.reward \
-    max_steps=6 evaluator.interval=0 saver.interval=0 gconfig.n_samples=8 train_dataset.batch_size=16 \
+    {train,valid}_dataset.path=tests/data/gsm8k.jsonl workflow=workflow.RLVRWorkflow workflow_kwargs.reward_fn=cells.reward \
+    max_steps=$STEPS eval_gconfig.n_samples=1 evaluator.interval=0 saver.interval=0 gconfig.n_samples=8 train_dataset.batch_size=$PROMPTS \
     gconfig.max_new_tokens=$((LONGEST / 4)) weight_update.path="$SHM/weights" "$@"; }
 gsm8k_tiny() { gsm8k gsm8k-tiny 100 server.backend=tiny; }
 tool() { # the recipe of `make tool` with a random model of its shape
@@ -75,8 +67,8 @@ sglang() { # on the same GPU as the trainer; .sgl (prepare_sglang.sh) or an inst
   export POCKET_AREAL_SGLANG="env PYTHONPATH=/tmp/sgl:$SITE SGLANG_IS_FLASHINFER_AVAILABLE=false TVM_FFI_CACHE_DIR=/tmp/sgl/tvm-ffi $PY -m sglang.launch_server"
   gsm8k sglang 190 server.backend=sglang server.max_total_tokens=131072 \
     'server.args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none,--disable-prefill-cuda-graph,--cuda-graph-max-bs-decode,128]'
-  note "$(tail -n 5 "$WORK"/runs/gsm8k/sglang/logs/server-0.log 2>/dev/null | cut -c1-300 | sed 's/^/    > /')"; }
-second() { sglang; nockpt; padded; long; demo_seed2 & demo_sync & wait; }
+  tail -n 5 "$WORK"/runs/gsm8k/sglang/logs/server-0.log; }
+second() { sglang; nockpt; long; demo_seed2 & demo_sync & wait; }
 first() { # what the CPU bounds runs at the same time, the measurements alone
   model & unit & demo & { maze_async; maze_sync; } & wait
   packed; eager; tree; push; decode; gsm8k_tiny; tool; }
@@ -85,7 +77,9 @@ if [ -d .box ] && [ ! -f "$SITE/.ready" ]; then
   "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" .box/whl/*.whl && touch "$SITE/.ready"
   mkdir -p .cache && cp -rn .box/cache/* .cache/ 2>/dev/null
 fi
-note "# $(date -u +%FT%TZ), cells: ${*:-first}"
+CARD=$([ -n "$CPU" ] || nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
+TITLE="${CARD:-CPU}, $(date -u +%F), revision $(git describe --always --dirty 2>/dev/null), cells: ${*:-first}"
+export TITLE; rm -f "$WORK/cells.jsonl"
 info; for name in "${@:-first}"; do $name; done
 "$PY" -m pip freeze >"$WORK/logs/pip.txt" 2>/dev/null
 keep; echo "done after $(($(date +%s) - START)) s"; ls -la "$OUT"

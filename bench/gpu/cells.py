@@ -2,22 +2,20 @@
 
     python bench/gpu/cells.py info                  the card, versions, bandwidth, peak
     python bench/gpu/cells.py make SHAPE DIR        a model with random weights
-    python bench/gpu/cells.py train DIR SHAPE ...   training steps without a server
-    python bench/gpu/cells.py push DIR SHAPE        a push of weights through files
+    python bench/gpu/cells.py train DIR ...         training steps without a server
+    python bench/gpu/cells.py push DIR              a push of weights through files
     python bench/gpu/cells.py decode DIR            decodes of the small server
     python bench/gpu/cells.py run FOLDER            what a run of train.py shows
+    python bench/gpu/cells.py note CELL ...         the page and the JSON of all cells
 
-The last line of each is one JSON object. On a CPU everything runs with tiny sizes and says nothing.
+Each prints JSON objects, one per line, and `note` collects them. On a CPU everything runs with tiny
+sizes and says nothing.
 """
 
 import argparse
-import copy
-import cProfile
-import gzip
 import json
 import os
 import platform
-import pstats
 import shutil
 import sys
 import time
@@ -31,14 +29,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SHAPES = {  # layers, hidden size, MLP, heads, key-value heads, head size, vocabulary
     "135m": (30, 576, 1536, 9, 3, 64, 49152),
-    "0.5b": (24, 896, 4864, 14, 2, 64, 151936),
     "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),
     "tiny": (2, 64, 128, 4, 2, 16, 512),
 }
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
+SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
 GIB = 2**30
 
 
@@ -101,50 +96,26 @@ def info():
     say(**found)
 
 
-def make_config(shape):
-    from transformers import Qwen3Config
+def make(shape, path):
+    """Write a model, and a tokenizer that knows numbers."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
-    layers, width, inner, heads, kv_heads, head, vocabulary = SHAPES[shape]
-    return Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head,
+    from tasks.base_model import make_tokenizer, save_atomically
+
+    tokenizer = make_tokenizer(map(str, range(500)))
+    config = Qwen3Config(
+        **dict(zip(SIZES, SHAPES[shape])),
         max_position_embeddings=32768,
         tie_word_embeddings=True,
-        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         dtype="float32" if shape == "tiny" else "bfloat16",
     )
-
-
-def make(shape, path):
-    """Write a model, and a tokenizer that makes each byte a token."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    path = Path(path)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    marks["additional_special_tokens"] = ["<|im_start|>"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **marks)
-    tokenizer.chat_template = TEMPLATE
-    config = make_config(shape)
-    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.manual_seed(1)
     with torch.device("cuda" if on_gpu() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    partial = path.with_name(path.name + ".partial")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.replace(path)
-    say(made=str(path))
+    save_atomically(Path(path), model, tokenizer)
 
 
 def make_rows(n, longest, vocabulary):
@@ -170,25 +141,16 @@ def make_rows(n, longest, vocabulary):
     }
 
 
-def start(args):
-    """A trainer as train.py makes it. With --layout padded, rows are padded even where the kernel
-    for packed rows would take them; with --eager, no layer is compiled."""
+def start(model, tree=False, eager=False, **options):
+    """A trainer as train.py makes it. With `eager`, no layer is compiled."""
     import torch
 
-    import training.actor as trainer
     from run.config import PPOActorConfig
+    from training.actor import FSDPPPOActor
 
-    torch.compiler.set_stance("force_eager" if args.eager else "default")
-    config = PPOActorConfig(
-        dtype="bfloat16" if on_gpu() else "float32",
-        mb_tokens=args.mb_tokens,
-        enable_tree_training=args.layout == "tree",
-        gradient_checkpointing=not args.no_checkpointing,
-        ppo_n_minibatches=2,
-    )
-    if args.layout == "padded":
-        trainer.pick_layout = lambda *_: "padded"
-    actor = trainer.FSDPPPOActor(config, args.model)
+    torch.compiler.set_stance("force_eager" if eager else "default")
+    dtype, tree = "bfloat16" if on_gpu() else "float32", {"enable_tree_training": tree}
+    actor = FSDPPPOActor(PPOActorConfig(dtype=dtype, ppo_n_minibatches=2, **tree, **options), model)
     actor.create_process_group()
     actor.initialize(max_steps=10)
     return actor
@@ -203,11 +165,16 @@ def train(args):
     from extras.plan import count_parameters, estimate_rank
     from run.config import TrainConfig
 
-    begin, gpu, vocabulary = time.perf_counter(), on_gpu(), SHAPES[args.shape][-1]
-    actor = start(args)
+    begin, gpu = time.perf_counter(), on_gpu()
+    keys = {"mb_tokens": args.mb_tokens, "gradient_checkpointing": not args.no_checkpointing}
+    actor = start(args.model, args.tree, args.eager, **keys)
+    shape, vocabulary = actor.model.config, actor.model.config.vocab_size
     wait()
     found = {"cell": args.name, "load_s": time.perf_counter() - begin}
+    if args.check:
+        found |= errors(actor, make_rows(8, min(args.longest, 512), vocabulary))
     if gpu:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def one_step(n):
@@ -223,37 +190,27 @@ def train(args):
         return batch, stats, [b - a for a, b in pairwise(times)]
 
     steps = []
-    for _ in range(args.steps):
+    for _ in range(3):
         batch, stats, parts = one_step(args.rows)
         steps.append(parts)
         print([round(x, 3) for x in parts], f"grad_norm {stats['grad_norm']:.2e}", flush=True)
-    mean = [sum(x) / len(steps[1:] or steps) for x in zip(*(steps[1:] or steps))]
+    mean = [sum(x) / 2 for x in zip(*steps[1:])]  # the first compiles
     seconds, tokens = sum(mean), int(batch["attention_mask"].sum())
     found |= {"first_step_s": sum(steps[0]), "logp_s": mean[0], "update_s": mean[2]}
     found |= {"step_s": seconds, "tokens": tokens, "tokens_s": tokens / seconds}
-    prompt, shape = args.longest // 4, make_config(args.shape)
+    prompt = args.longest // 4
     n, has_head_norms = count_parameters(shape)
-    found["tflops_8n"] = 8 * n * tokens / seconds / 1e12  # 2 of log pi_prox, 6 of the update
-    work = Work(
-        args.rows,
-        prompt,
-        round(tokens / args.rows) - prompt,
-        2,
-        args.mb_tokens,
-        checkpointing=False,
-    )
+    answer = round(tokens / args.rows) - prompt
+    work = Work(args.rows, prompt, answer, 2, args.mb_tokens, checkpointing=False)
     parts = step_parts(shape_of(shape), work)
     useful = sum(flops(p) for name, p in parts.items() if not name.startswith("generation"))
     found["useful_tflops"] = useful / seconds / 1e12  # with attention, without recomputation
     if gpu:
         found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
-        found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     whole = TrainConfig(model_path=args.model, actor=actor.config)
     found["estimate_gib"] = estimate_rank(whole, shape, n, has_head_norms, 1, gpu)
     if args.profile:
         profile(one_step, args)
-    if args.check:
-        found |= errors(actor, make_rows(8, min(args.longest, 512), vocabulary))
     say(**found)
 
 
@@ -279,24 +236,15 @@ def reference(actor, batch, dtype, rows=4):
     import torch
     from transformers import AutoModelForCausalLM
 
-    named = actor.model.named_parameters()
-    state = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named}
-    with torch.device(actor.device):
-        config = copy.deepcopy(actor.model.config)  # the new model sets its attention
-        plain = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    plain.load_state_dict({n: x.to(dtype) for n, x in state.items()}, strict=False)
-    for (_, mine), (_, theirs) in zip(plain.named_buffers(), actor.model.named_buffers()):
-        mine.copy_(theirs)
-    out = torch.zeros(batch["input_ids"].shape)
+    plain = AutoModelForCausalLM.from_pretrained(actor.model_path, dtype=dtype).to(actor.device)
     head = plain.get_output_embeddings().weight.detach().float().t()
-    with torch.no_grad():
-        for row in range(rows):
-            ids = (
-                batch["input_ids"][row][batch["attention_mask"][row].bool()].long().to(actor.device)
-            )
+    out = torch.zeros(batch["input_ids"].shape)
+    for row in range(rows):
+        ids = batch["input_ids"][row][batch["attention_mask"][row]].long().to(actor.device)
+        with torch.no_grad():
             hidden = plain.base_model(ids[None], use_cache=False).last_hidden_state[0, :-1]
-            logp = torch.log_softmax((hidden.float() @ head).double(), -1)
-            out[row, 1 : len(ids)] = logp.gather(1, ids[1:, None])[:, 0].float().cpu()
+        logp = torch.log_softmax((hidden.float() @ head).double(), -1)
+        out[row, 1 : len(ids)] = logp.gather(1, ids[1:, None])[:, 0].float().cpu()
     return out
 
 
@@ -305,19 +253,8 @@ def difference(a, b, mask):
     return {"mean": float(d.mean()), "p99": float(d.quantile(0.99)), "max": float(d.max())}
 
 
-KINDS = {  # words in a kernel's name, and its kind
-    "attention": ("flash", "fmha", "attention"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk"),
-    "optimizer and norms": ("adam", "multi_tensor", "foreach", "norm_kernel"),
-    "compiled pointwise": ("triton",),
-    "softmax": ("softmax",),
-    "copies": ("memcpy", "memset", "copy", "cat"),
-    "pointwise": ("elementwise", "vectorized", "reduce", "index", "scatter", "gather"),
-}
-
-
 def profile(one_step, args):
-    """Write a table of kernels and a trace of one step, and print the GPU's busy share."""
+    """Write a table of kernels of one step, and print the GPU's busy share."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -326,43 +263,27 @@ def profile(one_step, args):
         begin = time.perf_counter()
         one_step(max(2, args.rows // 4))
         wall = time.perf_counter() - begin
-    out = Path(os.environ.get("OUT", "."))
-    key = "self_cuda_time_total" if on_gpu() else "self_cpu_time_total"
     events = p.key_averages()
+    key = "self_cuda_time_total" if on_gpu() else "self_cpu_time_total"
     table = events.table(sort_by=key, row_limit=60, max_name_column_width=100)
-    (out / f"profile-{args.name}.txt").write_text(table)
-    by_kind = {}
-    for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total:
-            words = KINDS.items()
-            kind = next((k for k, w in words if any(x in event.key.lower() for x in w)), "other")
-            by_kind[kind] = by_kind.get(kind, 0.0) + event.self_device_time_total / 1e6
-    busy = sum(by_kind.values())
-    say(
-        profiled_step_s=wall, busy_share=busy / wall, **{f"s of {k}": v for k, v in by_kind.items()}
-    )
-    trace = out / f"trace-{args.name}.json"
-    p.export_chrome_trace(str(trace))
-    data = gzip.compress(trace.read_bytes(), 6)
-    trace.unlink()
-    if len(data) < 15 * 2**20:
-        trace.with_suffix(".json.gz").write_bytes(data)
+    (Path(os.environ.get("OUT", ".")) / f"profile-{args.name}.txt").write_text(table)
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(e.self_device_time_total for e in kernels) / 1e6
+    say(profiled_step_s=wall, busy_share=busy / wall)
 
 
-def push(args):
+def push(model):
     """Time how long the trainer writes its weights to files, and how long a server reads them."""
     from safetensors.torch import load_file
 
     from inference.weights import WeightUpdateMeta
 
-    actor, found = start(args), {"cell": "push"}
+    actor, found = start(model), {"cell": "push"}
     for folder in ("/dev/shm", os.environ.get("WORK", "/tmp")):
         meta = WeightUpdateMeta(mode="disk", path=f"{folder}/push-cell", address="").with_version(1)
         begin = time.perf_counter()
-        with cProfile.Profile() as calls:
-            actor.write_weights(meta)
+        actor.write_weights(meta)
         found[f"write {folder}"] = time.perf_counter() - begin
-        pstats.Stats(calls).sort_stats("tottime").print_stats(6)
         files = list(Path(f"{folder}/push-cell").rglob("*.safetensors"))
         begin = time.perf_counter()
         found["gb"] = sum(f.stat().st_size for f in files) / 1e9
@@ -402,16 +323,8 @@ def run(folder):
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found = {"run": Path(folder).name, "steps": len(lines)}
     warm = lines[2:] or lines
-    for key in (
-        "step_s",
-        "rollout_wait_s",
-        "train_s",
-        "sync_s",
-        "tokens",
-        "staleness_mean",
-        "mixed_version_share",
-        "reward",
-    ):
+    times = ("step_s", "rollout_wait_s", "train_s", "sync_s")
+    for key in (*times, "tokens", "staleness_mean", "mixed_version_share", "reward"):
         with suppress(KeyError, ZeroDivisionError):
             found[key] = sum(line[key] for line in warm) / len(warm)
     with suppress(KeyError, ValueError, IndexError):
@@ -422,35 +335,54 @@ def run(folder):
     say(**found)
 
 
+def note(cell, *numbers):
+    """Add a cell to $WORK/cells.jsonl, and write all cells to $OUT: as JSON, and as a page."""
+    work, out = Path(os.environ["WORK"]), Path(os.environ["OUT"])
+    said = (work / f"logs/{cell}.log").read_text(errors="replace").splitlines()
+    figures = [json.loads(line) for line in said if line.startswith('{"')]
+    tests = [x for x in said if x.startswith(("FAILED", "ERROR")) or " passed" in x]
+    rc, seconds, limit = map(int, numbers)
+    last = said[-14:] if rc else []
+    keys = {"cell": cell, "rc": rc, "seconds": seconds, "limit": limit}
+    with (work / "cells.jsonl").open("a") as file:
+        file.write(json.dumps(keys | {"figures": figures, "tests": tests, "last": last}) + "\n")
+    cells = [json.loads(line) for line in (work / "cells.jsonl").read_text().splitlines()]
+    (out / "summary.json").write_text(json.dumps(cells, indent=1))
+    page = [f"# {os.environ['TITLE']}", "", "| cell | rc | s | figures |", "|---|---|---|---|"]
+    for c in cells:
+        text = "<br>".join([", ".join(f"{k} {x}" for k, x in f.items()) for f in c["figures"]])
+        page.append(f"| {c['cell']} | {c['rc']} | {c['seconds']} of {c['limit']} | {text} |")
+    for c in cells:
+        if lines := [x[:300] for x in c["tests"][-30:] + c["last"]]:
+            page += ["", f"## {c['cell']}", "", "```", *lines, "```"]
+    (out / "summary.md").write_text("\n".join(page) + "\n")
+    print(f"{cell}: rc {rc}, {seconds} s of {limit}", *figures, *tests, *last, sep="\n")
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    simple = {"info": info, "make": make, "push": push, "run": run, "note": note}
+    if len(sys.argv) > 1 and sys.argv[1] in simple:
+        return simple[sys.argv[1]](*sys.argv[2:])
+    parser = argparse.ArgumentParser(usage=__doc__)
     sub = parser.add_subparsers(dest="part", required=True)
-    sub.add_parser("info")
-    p = sub.add_parser("make")
-    p.add_argument("shape", choices=SHAPES), p.add_argument("path")
-    p = sub.add_parser("run")
-    p.add_argument("folder")
     p = sub.add_parser("decode")
     p.add_argument("model")
     p.add_argument("--batches", type=int, nargs="+", default=[64, 256])
     p.add_argument("--context", type=int, default=1024)
-    for part in ("train", "push"):
-        p = sub.add_parser(part)
-        p.add_argument("model"), p.add_argument("shape", choices=SHAPES)
-        p.add_argument("--name", default=part)
-        p.add_argument("--layout", choices=["packed", "padded", "tree"], default="packed")
-        for name in ("eager", "profile", "check", "no-checkpointing"):
-            p.add_argument(f"--{name}", action="store_true")
-        p.add_argument("--rows", type=int, default=32)
-        p.add_argument("--longest", type=int, default=2048)
-        p.add_argument("--steps", type=int, default=3)
-        p.add_argument("--mb-tokens", type=int, default=16384)
+    p = sub.add_parser("train")
+    p.add_argument("model")
+    p.add_argument("--name", default="train")
+    for name in ("tree", "eager", "profile", "check", "no-checkpointing"):
+        p.add_argument(f"--{name}", action="store_true")
+    p.add_argument("--rows", type=int, default=32)
+    p.add_argument("--longest", type=int, default=2048)
+    p.add_argument("--mb-tokens", type=int, default=16384)
     args = parser.parse_args()
-    parts = {"info": info, "make": lambda: make(args.shape, args.path)}
-    parts |= {"run": lambda: run(args.folder)}
-    parts["decode"] = lambda: [decode(args.model, rows, args.context) for rows in args.batches]
-    parts |= {"train": lambda: train(args), "push": lambda: push(args)}
-    parts[args.part]()
+    if args.part == "train":
+        train(args)
+    else:
+        for rows in args.batches:
+            decode(args.model, rows, args.context)
 
 
 if __name__ == "__main__":

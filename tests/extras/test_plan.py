@@ -22,6 +22,7 @@ from extras.plan import (
     GIB,
     check_memory,
     check_update_mode,
+    count_frozen,
     count_parameters,
     estimate_rank,
     estimate_server,
@@ -92,23 +93,26 @@ SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
-    ("family", "vocabulary", "tied", "dtype", "checkpointing", "tokens"),
+    ("family", "vocabulary", "tied", "dtype", "checkpointing", "tokens", "frozen"),
     [
-        ("qwen2", 2000, True, "bfloat16", False, 512),  # mostly saved activations
-        ("qwen2", 2000, True, "bfloat16", True, 512),
-        ("qwen3", 2000, True, "float32", True, 256),
-        ("llama", 8000, False, "bfloat16", True, 128),  # mostly embedding and last layer
-        ("llama", 8000, True, "float32", False, 128),
+        ("qwen2", 2000, True, "bfloat16", False, 512, 0),  # mostly saved activations
+        ("qwen2", 2000, True, "bfloat16", True, 512, 0),
+        ("qwen2", 2000, True, "bfloat16", False, 2048, 1),
+        ("qwen3", 2000, True, "float32", True, 256, 0),
+        ("llama", 8000, False, "bfloat16", True, 128, 0),  # mostly embedding and last layer
+        ("llama", 8000, False, "bfloat16", True, 128, 2),
+        ("llama", 8000, True, "float32", False, 128, 0),
     ],
 )
 def test_memory_of_a_real_step(
-    family, vocabulary, tied, dtype, checkpointing, tokens, tmp_path: Path, monkeypatch
+    family, vocabulary, tied, dtype, checkpointing, tokens, frozen, tmp_path: Path, monkeypatch
 ) -> None:
     """The estimate of a step is 10 % close to the peak of all tensors in a real one."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 1 << 16, "cuda": 1 << 16})
     shape = AutoConfig.for_model(family, vocab_size=vocabulary, tie_word_embeddings=tied, **SMALL)
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
     keys: Any = {"gradient_checkpointing": checkpointing, "enable_tree_training": False}
+    keys["frozen_layers"] = frozen
     config = make_config(dtype=dtype, mb_tokens=tokens, **keys)
     actor = FSDPPPOActor(config, tmp_path)
     actor.param_dtype = actor.dtype  # FSDP casts, as on a GPU
@@ -128,8 +132,10 @@ def test_memory_of_a_real_step(
         n = sum(p.numel() for p in actor.model.parameters())
     finally:
         actor.destroy()
+    always = 16 * n - 12 * count_frozen(config, shape, n)
+    always += 2 * 128 * 2 * tokens * bool(frozen)  # the states after the frozen layers, in bfloat16
     estimate = step_bytes(config, shape, n, family == "qwen3")
-    assert estimate == pytest.approx(measured.peak - 16 * n, rel=0.1)
+    assert estimate == pytest.approx(measured.peak - always, rel=0.1)
 
 
 def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
@@ -230,6 +236,17 @@ def test_the_plan_on_the_page(
     [measured] = re.findall(rf"^{process} .* ([\d.]+)$", table, re.MULTILINE)
     assert gib.removesuffix(" GiB").split()[-1] == measured
     assert gib in " ".join((ROOT / "docs/gpu.md").read_text().split())
+
+
+def test_a_card_of_24_gb(qwen: Path, plan: Plan) -> None:
+    """docs/gpu.md has the keys with which 1.5B parameters fit on it, and what the plan says."""
+    page = (ROOT / "docs/gpu.md").read_text()
+    [command] = re.findall(r"--config gsm8k.*frozen_layers.*\n.*", page)
+    words = re.findall(r"\w+\.\w+=\d+", command)
+    rows = re.findall(r"^(?:rank|server).* ([\d.]+)$", plan(recipe(qwen, *words), 1, 24.0), re.M)
+    assert f"command below | {sum(map(float, rows)):.1f} |" in page
+    with pytest.raises(ConfigError, match=r"too little .* raise actor\.frozen_layers"):
+        plan(recipe(qwen), 1, 24.0)
 
 
 def test_too_little_memory_names_what_is_not_done_yet(qwen: Path) -> None:
