@@ -11,9 +11,8 @@ is its messages and its output. A new call looks up the digest of every prefix o
 longest prefix found is its parent's conversation: A is the parent of B and C. Messages are compared
 in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
-**Links.** An agent may replace its history by a summary, or have a tool that is an agent. Then a
-message has the whole answer of another conversation. A call `reads` such answers (`_link`), and
-those of the calls that its header names.
+**Links.** A summary that replaces a history, or the report of a sub-agent, is the whole answer of
+another conversation. A call `reads` such answers (`_link`), and the calls that its header names.
 
 **Rewards** are computed from the last call to the first:
 
