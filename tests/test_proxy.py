@@ -321,23 +321,19 @@ async def test_a_call_names_the_calls_that_it_reads(start: Start, compaction: st
     """In a header, which counts like an answer in its messages, and also if these do not count."""
     harness = start()
     session, ids = await harness.start(), list[str]()
+
+    async def call(path: str, *names: str) -> httpx.Response:
+        body, head = {"messages": HELLO, "input": HELLO}, {"x-pocket-areal-reads": ", ".join(names)}
+        return await harness.post(f"/{session}/v1/{path}", body, headers=head)
+
     for path in PROTOCOLS:
-        body, headers = (
-            {"messages": HELLO, "input": "hello"},
-            {"x-pocket-areal-reads": ", ".join(ids)},
-        )
-        answer = await harness.post(f"/{session}/v1/{path}", body, headers=headers)
-        ids.append(answer.json()["id"])
-    unknown = {"x-pocket-areal-reads": "nobody"}
-    answer = await harness.post(f"/{session}/v1/messages", {"messages": HELLO}, headers=unknown)
-    assert (answer.status_code, "no call 'nobody'" in answer.text) == (400, True)
+        ids.append((await call(path, *ids)).json()["id"])
+    refused = await call("messages", ids[0], "nobody")
+    assert (refused.status_code, "no call 'nobody'" in refused.text) == (400, True)
     await harness.post(f"/{session}/rl/set_reward", {"reward": 1})
     exported = await harness.export(session, discount=0.5, compaction=compaction)
-    assert {name: (x["reads"], x["reward"]) for name, x in exported.items()} == {
-        ids[0]: ([], 0.25),
-        ids[1]: ([ids[0]], 0.5),
-        ids[2]: ([ids[1]], 1.0),
-    }
+    found = [(exported[name]["reads"], exported[name]["reward"]) for name in ids]
+    assert found == [([], 0.25), ([ids[0]], 0.5), ([ids[1]], 1.0)]
 
 
 @pytest.mark.parametrize("path", ["/grant_capacity", "/rl/start_session", "/export_trajectories"])

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -224,9 +223,7 @@ TRL = importlib.util.find_spec("trl")
 SHIPPED = sorted(Path(TRL.origin).parent.glob("chat_templates/*.jinja")) if TRL else []  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(
-    not (SHIPPED or "AGENTS" in os.environ), reason="needs the templates of TRL: `make agents`"
-)
+@pytest.mark.skipif(not SHIPPED, reason="needs the templates of TRL: `make agents` has them")
 @pytest.mark.parametrize("talk", HARD)
 @pytest.mark.parametrize("path", SHIPPED or [None], ids=str)
 def test_templates_in_use_get_every_text_or_refuse(tiny_tokenizer, path, talk) -> None:

@@ -7,7 +7,6 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -86,12 +85,10 @@ async def test_an_answer_that_computes_for_ever_stops_no_loop(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(gsm8k, "reward", importlib.import_module("check_by_value").reward)
     harness = start("9**9**9**9")
-    path = f"/{await harness.start()}/v1"
     agent, data = gsm8k.MathAgent(timeout_seconds=1), {"messages": HELLO, "answer": "4"}
-    async with sdk(harness, path) as client:
-        where: Any = {"base_url": client.base_url, "api_key": "k", "http_client": client._client}
+    async with sdk(harness, f"/{await harness.start()}/v1") as client:
         with pytest.raises(TimeoutError, match="reward took longer than 1 s"):
-            await agent.run(data, **where)
+            await agent.run(data, str(client.base_url), client.api_key, client._client)
 
 
 def train(tmp_path: Path, model: Path, *words: str) -> list[dict]:
