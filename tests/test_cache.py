@@ -167,7 +167,7 @@ def test_discounting_is_its_recursive_definition(
     evenly and shrinks by gamma. Without links, a call reads only what it continues or names."""
     cache, discounted = play(session), play(session)
     for call in [] if links else cache.values():
-        reads = {call.parent, *call.named} - {None}
+        reads = [x for x in {call.parent, *call.named} if x is not None]
         call.reads = [x for x in reads if not any(x in ancestors(y.reads) for y in reads)]
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
     readers = {n: [c for c in own if cache[n] in cache[c].reads] for n in own}
