@@ -341,14 +341,14 @@ def note(cell, *numbers):
     said = (work / f"logs/{cell}.log").read_text(errors="replace").splitlines()
     figures = [json.loads(line) for line in said if line.startswith('{"')]
     tests = [x for x in said if x.startswith(("FAILED", "ERROR")) or " passed" in x]
-    rc, seconds, limit = map(int, numbers)
-    last = said[-14:] if rc else []
-    keys = {"cell": cell, "rc": rc, "seconds": seconds, "limit": limit}
+    keys = {"cell": cell, **dict(zip(("rc", "seconds", "limit"), map(int, numbers)))}
+    last = said[-14:] if keys["rc"] else []
     with (work / "cells.jsonl").open("a") as file:
         file.write(json.dumps(keys | {"figures": figures, "tests": tests, "last": last}) + "\n")
     cells = [json.loads(line) for line in (work / "cells.jsonl").read_text().splitlines()]
-    (out / "summary.json").write_text(json.dumps(cells, indent=1))
-    page = [f"# {os.environ['TITLE']}", "", "| cell | rc | s | figures |", "|---|---|---|---|"]
+    title = os.environ["TITLE"]  # the card, the date, the revision
+    (out / "summary.json").write_text(json.dumps({"title": title, "cells": cells}, indent=1))
+    page = [f"# {title}", "", "| cell | rc | s | figures |", "|---|---|---|---|"]
     for c in cells:
         text = "<br>".join([", ".join(f"{k} {x}" for k, x in f.items()) for f in c["figures"]])
         page.append(f"| {c['cell']} | {c['rc']} | {c['seconds']} of {c['limit']} | {text} |")
@@ -356,7 +356,7 @@ def note(cell, *numbers):
         if lines := [x[:300] for x in c["tests"][-30:] + c["last"]]:
             page += ["", f"## {c['cell']}", "", "```", *lines, "```"]
     (out / "summary.md").write_text("\n".join(page) + "\n")
-    print(f"{cell}: rc {rc}, {seconds} s of {limit}", *figures, *tests, *last, sep="\n")
+    print(keys, *figures, *tests, *last, sep="\n")
 
 
 def main():
