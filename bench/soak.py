@@ -117,6 +117,8 @@ def kill(command: list[str], rng: random.Random, kills: int, damages: int, run_d
                     raise SystemExit(
                         f"the run trained its last step before kill {done + 1}; give more --steps"
                     )
+                if code == 2:
+                    raise SystemExit(f"the run could not start; see {log.name}")
                 if damages and (what := damage(run_dir / "recover", rng)):
                     damages -= 1
                     print(f"damage: {what}", flush=True)
