@@ -94,7 +94,7 @@ def read_call(body: str, tools: Tools) -> Json | None:
 def parse(
     text: str, tools: Tools, suffix: str, parser: Parser = split_calls, ended: bool = False
 ) -> Message:
-    """Turn a whole text into a message in the form of calls/messages.py. A call of a tool that is
+    """Turn a whole text into a message in the form of calls/messages.py. A call to a tool that is
     not in `tools` stays text. The ids of calls have `suffix` and a number."""
     (reasoning, rest), calls = split_thinking(text, ended), list[Any]()
     if tools:

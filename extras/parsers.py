@@ -1,7 +1,7 @@
 """Use SGLang's parsers of tool calls: `rollout.openai.tool_call_parser=extras.parsers.mistral`.
 
-calls/tools.py itself reads the form of Qwen and Hermes. This module has a function for every parser
-that SGLang knows.
+calls/tools.py already parses the format of Qwen and Hermes. This module has a function for every
+parser that SGLang knows.
 """
 
 import json

@@ -145,7 +145,7 @@ def kept_bytes(config: TrainConfig) -> int:
 def estimate_rank(
     config: TrainConfig, shape: Any, n: int, has_head_norms: bool, ranks: int, on_gpu: bool
 ) -> float:
-    """GiB that each of `ranks` ranks needs."""
+    """GiB that each rank needs if there are `ranks` of them."""
     actor, device = config.actor, "cuda" if on_gpu else "cpu"
     kept = kept_bytes(config) * n - 12 * count_frozen(actor, shape, n)
     if actor.frozen_layers:  # it keeps the states of a step's tokens after the last frozen layer

@@ -191,7 +191,7 @@ class Hooks(engine.Hooks):
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Record the spans so far. In a replay, stop_reason "abort" asks for the next one."""
+        """Record the spans so far. In a replay, stop_reason "abort" asks for the next span."""
         if task_of(req.call) is None:
             return
         fact = {"call": req.call, "prompt": digest(req.input_ids)}
@@ -250,7 +250,7 @@ def check(config: Any, folder: str) -> None:
 
 
 class Replay:
-    """The callback of a recorded run, and of a replay, whose batches `prepare_batch` makes.
+    """The callback that records a run or replays it; then `prepare_batch` makes the batches.
 
     `replaying` is the folder of the run to repeat, up to step `until`.
     """

@@ -97,8 +97,8 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended. A task without data is rejected; with an error it has failed,
-        too. Raises RuntimeError after too many failures or rejections.
+        """Record that a task ended. A task without data is rejected; if it also has an
+        error, it counts as failed. Raises RuntimeError after too many failures or rejections.
         """
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []

@@ -1,6 +1,6 @@
 """A reward is a finite number, and computing it delays no other episode.
 
-All episodes share one event loop: while a reward is computed there, no agent goes on. So
+All episodes share one event loop, and a reward computed there would stop every agent. So
 AsyncRewardWrapper runs a plain function in a process (workers.py), and kills the process at the
 time limit. Time spent waiting for a free process does not count. A coroutine function runs in the
 loop.

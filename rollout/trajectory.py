@@ -125,8 +125,9 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. A key whose tensor lacks the dimension L in some
-    trajectory is only stacked. Raises ValueError if there is no trajectory, or if keys differ.
+    Tensors [B, L, ...] are padded along L. If a key's tensor lacks the dimension L in any
+    trajectory, this key is stacked without padding. Raises ValueError if there is no trajectory, or
+    if keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")

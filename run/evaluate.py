@@ -36,7 +36,8 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """The probability that one of k answers is right, if `right` of n were. It has no bias, unlike
+    """The probability that at least one of k answers is right, estimated from n answers of which
+    `right` were. It has no bias, unlike
     1 - (1 - right / n)^k (Chen et al. 2021)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 

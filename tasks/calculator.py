@@ -206,7 +206,8 @@ HELD_OUT = [
 def dataset(split: str = "train") -> list[dict]:
     """Return 480 problems for the split "train", and 96 held-out problems for any other split.
 
-    The numbers lie between 11 and 99. Numbers that leave 2 when divided by 5 are held out.
+    The numbers lie between 11 and 99. Numbers that leave a remainder of 2 when divided by 5
+    are held out.
     """
     is_train, rng = split == "train", random.Random(split)
     numbers = [n for n in range(11, 100) if (n % 5 != 2) == is_train]

@@ -247,8 +247,8 @@ class FSDPPPOActor(FSDPEngine):
         return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
-        """The batch's keys of log pi_prox and log pi_behav. In standard PPO both name its one old
-        policy. loglinear guesses pi_prox later, so its first key is a placeholder."""
+        """The batch's keys of log pi_prox and log pi_behav. In standard PPO both name the
+        one old policy. loglinear guesses pi_prox later, so the first key is a placeholder then."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"

@@ -106,9 +106,9 @@ def token_logprobs(
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a model the method read_hidden(read, **inputs), which runs all layers but the last, and
-    returns read(hidden states (b, t, D), weight of the last layer (V, D)). FSDP gathers the
-    parameters first."""
+    """Give a model the method read_hidden(read, **inputs). It runs all layers but the last, and
+    returns read(hidden, weight): the hidden states (b, t, D) and the last layer's weight (V, D).
+    FSDP gathers the parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

@@ -2,7 +2,8 @@
 
 A step sends the GPU what it has to know in one copy, and waits once, for the tokens that are drawn
 (sampling.py). Between them it starts kernels: about a thousand for a decode of a model with 1.5B
-parameters, most of them small. The CPU needs longer to start them than the GPU to compute them. A
+parameters, most of them small. The CPU takes longer to start them than the GPU takes to compute
+them. A
 CUDA graph is a list of kernels that is captured once and starts as one. It repeats the same kernels
 at the same addresses:
 

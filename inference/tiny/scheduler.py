@@ -225,8 +225,8 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _retract(self) -> None:
-        """Send a sequence back to the head of its queue: of the session that runs the most, the one
-        with the least to compute again. Its keys stay in an idle slot."""
+        """Send a sequence back to the head of its queue: one of the session that runs the most, and
+        of these the cheapest to compute again. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]

@@ -3,10 +3,10 @@
     python -m inference.tiny.server --model-path DIR --port 30000
 
 Everything happens in one thread: the routes and the steps take turns in the asyncio loop. A route
-reads or changes the scheduler between two steps, so nothing needs a lock, and a small model's steps
-do not fight the routes for Python's global lock. But /health and /abort_request wait for the
-running step: at most 512 tokens of prompts, or one token per sequence. Only reading new weights
-has a thread of its own.
+reads or changes the scheduler only between two steps. So nothing needs a lock, and a small model's
+steps do not compete with the routes for Python's global lock. But /health and /abort_request wait
+for the running step: at most 512 tokens of prompts, or one token per sequence. Only reading new
+weights has a thread of its own.
 
 A route ignores the fields of a body that it does not know, as SGLang does. But it refuses an
 unknown sampling parameter, without which the tokens would have another distribution. It also
