@@ -21,8 +21,8 @@ Evaluation = dict[str, float | None]
 
 def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
     """Run the validation prompts. The reward of an episode is that of its last row."""
-    repeated = inputs.validation * executor.eval_gconfig.n_samples
-    groups = executor.evaluate(repeated, inputs.evaluated)
+    n = executor.eval_gconfig.n_samples if executor.eval_gconfig else 1
+    groups = executor.evaluate(inputs.validation * n, inputs.evaluated)
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
 
 
