@@ -95,6 +95,7 @@ class InteractionWithTokenLogpReward:
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)  # in its header
     is_side: bool = False
+    opening: int = 0  # digest of the first message
     digest: int = 0  # of all messages
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
@@ -187,6 +188,7 @@ class InteractionCache(dict[str, Interaction]):
         if parent:  # store every message once
             interaction.messages = shared + new
         interaction.interaction_id, interaction.parent = interaction_id, parent
+        interaction.opening = extend(0, interaction.messages[0])
         self._link(interaction, new)
         before = [parent] if parent else interaction.reads
         interaction.turn = max((call.turn + 1 for call in before), default=0)
@@ -208,7 +210,7 @@ class InteractionCache(dict[str, Interaction]):
         if not (found or call.named):
             return
         # What is read is no side conversation.
-        self._openings |= {extend(0, x.messages[0]) for x in found + call.named}
+        self._openings |= {x.opening for x in found + call.named}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self._leaves[x], results)]
@@ -235,7 +237,7 @@ class InteractionCache(dict[str, Interaction]):
         if said := needle(output):
             self._leaves[interaction] = said
         if not looks_like_side(interaction):
-            self._openings.add(extend(0, interaction.messages[0]))
+            self._openings.add(interaction.opening)
 
     def discard(self, interaction_id: str) -> None:
         """Remove a call that failed. A finished one stays."""
@@ -298,7 +300,7 @@ class InteractionCache(dict[str, Interaction]):
     def is_side(self, call: Interaction) -> bool:
         """Whether a finished call is a side conversation. Only its first message counts: a call
         with tools or a parent is none, and then no other call that begins like it is one."""
-        return bool(self._openings) and extend(0, call.messages[0]) not in self._openings
+        return bool(self._openings) and call.opening not in self._openings
 
     def mark_side_conversations(self) -> None:
         """Set `is_side` of every finished call."""
