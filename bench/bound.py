@@ -52,7 +52,8 @@ class Session:
         self.http.post(f"/{self.id}/rl/set_reward", json={"reward": 1})
         self.http.post(f"/{self.id}/rl/end_session", json={})
         body = {"session_id": self.id}
-        size = len(self.http.post("/export_trajectories", json=body, headers=ADMIN).content)
+        with self.http.stream("POST", "/export_trajectories", json=body, headers=ADMIN) as answer:
+            size = sum(map(len, answer.iter_raw()))
         return f"{size / 1e6:,.0f} MB"
 
 
