@@ -86,7 +86,7 @@ def test_an_end_ends_also_what_a_child_has_started(child_of: Start) -> None:
     wait_gone(int(child.log.read_text()))
 
 
-EIGHT, TINY, AUTO = list("01234567"), "server.backend=tiny", "server.dtype=auto"
+EIGHT, TINY = list("01234567"), ["server.backend=tiny", "server.device=auto"]
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ EIGHT, TINY, AUTO = list("01234567"), "server.backend=tiny", "server.dtype=auto"
         (EIGHT, 4, ["server.count=2", "server.tp_size=2"], ["45", "67"], "--tp-size 2"),
         (EIGHT, 8, ["server.count=2"], ["0", "1"], "--mem-fraction-static 0.6"),
         (EIGHT[:4], 1, ["server.count=4"], [*"0123"], "--api-key=-key"),  # it may begin with "-"
-        (EIGHT[:2], 1, ["server.count=2", TINY, AUTO], ["0", "1"], "bfloat16 --device cuda"),
-        (EIGHT[:2], 1, [TINY], ["1"], "float32 --device cuda"),
-        (EIGHT[:2], 1, [TINY, "server.device=cpu"], [""], "float32 --device cpu"),
-        ([], 1, [TINY], [""], "float32 --device cpu"),
+        (EIGHT[:2], 1, ["server.dtype=auto", *TINY], ["1"], "bfloat16 --device cuda"),
+        (EIGHT[:2], 1, ["server.count=2", *TINY], ["0", "1"], "float32 --device cuda"),
+        (EIGHT[:2], 1, TINY[:1], [""], "float32 --device cpu"),  # the demo's choice
+        ([], 1, TINY, [""], "float32 --device cpu"),
     ],
 )
 def test_who_gets_which_gpu(monkeypatch, gpus, ranks, words, expected, told) -> None:
