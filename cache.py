@@ -190,7 +190,7 @@ class InteractionCache(dict[str, Interaction]):
         interaction.interaction_id, interaction.parent = interaction_id, parent
         interaction.opening = extend(0, interaction.messages[0])
         self._link(interaction, new)
-        before = [parent] if parent else interaction.reads
+        before = continued(interaction) or interaction.reads
         interaction.turn = max((call.turn + 1 for call in before), default=0)
         self[interaction_id] = interaction
         return interaction

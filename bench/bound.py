@@ -24,7 +24,7 @@ from load import usage
 
 from inference.serve import free_port
 
-SERVE = "import runpy; runpy.run_path({!r})['serve_proxy']({})"
+SERVE = [sys.executable, str(Path(__file__).with_name("proxy.py")), "--serve"]
 ADMIN = {"Authorization": "Bearer admin"}
 
 
@@ -88,8 +88,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10**6, help="at most; default: the bound")
     args = parser.parse_args()
     port, alone = free_port(), 0.0
-    script = str(Path(__file__).with_name("proxy.py"))
-    process = subprocess.Popen([sys.executable, "-c", SERVE.format(script, port)])
+    process = subprocess.Popen([*SERVE, str(port)])
     try:
         url = f"http://127.0.0.1:{port}"
         large = Session(url)

@@ -43,7 +43,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
 
     async def play_all() -> list[float | None]:
         places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
-        samples = inputs.validation * config.evaluation_gconfig.n_samples
+        samples = inputs.validation * inputs.n_samples
         plays = (play(i, sample, places) for i, sample in enumerate(samples))
         return await asyncio.gather(*plays)
 
@@ -58,7 +58,8 @@ def main(config: TrainConfig) -> int:
     data = load_dataset(config.valid_dataset.path, task, "valid")
     agent = load_workflow(config, task, {})
     failures = Failures(config)
-    found = evaluate_endpoint(config, Inputs(task, [], data, None, agent, agent))
+    n = config.evaluation_gconfig.n_samples
+    found = evaluate_endpoint(config, Inputs(task, [], data, None, agent, agent, n))
     failures.on_end(None)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     conclude(config.run_dir, found)

@@ -36,7 +36,7 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 
 
 class Servers:
-    """The servers at `addresses`, whose API key is `key`."""
+    """A client of the servers at `addresses`, which all have the API key `key`."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `size` processes for one event loop, each started when it is needed."""
+    """A pool of at most `size` processes for one event loop. A process starts when it is needed."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)

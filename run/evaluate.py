@@ -21,8 +21,7 @@ Evaluation = dict[str, float | None]
 
 def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
     """Run the validation prompts. The reward of an episode is that of its last row."""
-    n = executor.eval_gconfig.n_samples if executor.eval_gconfig else 1
-    groups = executor.evaluate(inputs.validation * n, inputs.evaluated)
+    groups = executor.evaluate(inputs.validation * inputs.n_samples, inputs.evaluated)
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
 
 
@@ -37,8 +36,7 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 def pass_at(k: int, n: int, right: int) -> float:
     """The probability that at least one of k answers is right, estimated from n answers of which
-    `right` were. It has no bias, unlike
-    1 - (1 - right / n)^k (Chen et al. 2021)."""
+    `right` were. It has no bias, unlike 1 - (1 - right / n)^k (Chen et al. 2021)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 

@@ -72,6 +72,7 @@ class Inputs:
     tokenizer: Any
     workflow: Any  # an agent or a workflow, as resolve_workflow takes it
     evaluated: Any  # the same, but sampling as in evaluations
+    n_samples: int = 1  # episodes per validation prompt
 
     def success(self, rewards: list[float]) -> float:
         """The share of rewards that the task's `success` accepts, by default those above 0."""
@@ -95,7 +96,8 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
         load_workflow(config, task, {"gconfig": g, "tokenizer": tokenizer}, workflow, kwargs)
         for g in (config.gconfig, config.evaluation_gconfig)
     )
-    return Inputs(task, dataset, validation, tokenizer, used, evaluated)
+    n = config.evaluation_gconfig.n_samples
+    return Inputs(task, dataset, validation, tokenizer, used, evaluated, n)
 
 
 def load_workflow(

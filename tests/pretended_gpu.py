@@ -2,7 +2,7 @@
 
 Inside `with PretendedGPU(monkeypatch):` a tensor made for "cuda" says that it is there, though it
 lies in the machine's memory. An operation refuses tensors of both places, CPU scalars excepted, as
-a GPU does. What goes there is counted, and how often the CPU has to wait for it.
+a GPU does. It counts what is sent to the GPU, and how often the CPU waits for it.
 
 torch.cuda.CUDAGraph records the operations of a capture. A replay repeats them with the same
 tensors: what was a Python number then stays what it was.
