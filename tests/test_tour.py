@@ -26,13 +26,17 @@ def blocks(page: str) -> list[list[str]]:
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """The page docs/lifecycle.md is identical to the output of a new run of the tour. If the tour
-    makes a different base model on this machine, only the numbers of the new output differ from
-    docs/lifecycle.md."""
+    """A new run of the tour prints the page docs/lifecycle.md; another processor rounds otherwise,
+    so measured numbers are near those of the page. If the tour makes a different base model on this
+    machine, nothing in the blocks has to agree."""
     page = PAGE.read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:
-        assert tour == page, "run `python docs/lifecycle.py --write`"
+        number = re.compile(r"-?\d+\.\d+")
+        words = [number.sub("", text) for text in (tour, page)]
+        assert words[0] == words[1], "run `python docs/lifecycle.py --write`"
+        ours, written = (list(map(float, number.findall(text))) for text in (tour, page))
+        assert ours == pytest.approx(written, abs=0.05)
     without_blocks = (re.sub(r"(?s)```text.*?```|`\w{8}`", "", text) for text in (tour, page))
     assert len(set(without_blocks)) == 1
 

@@ -60,7 +60,9 @@ LAYER = {  # matrix of a layer in `step`: the weights of the folder that it join
     "w_down": ["mlp.down_proj.weight"],  # (width, D)
 }
 
-FEWEST, MOST = 8, 128  # rows of a product
+FEWEST, MOST = 8, 128  # rows of a product in float32
+PREFILL = 512  # rows of a prefill otherwise: a large product of bfloat16 numbers is as fast again
+WORTH = 64  # fewer shared keys are not worth attending to them apart
 
 
 def read_weights(folder: str) -> dict[str, Tensor]:
@@ -97,9 +99,12 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> Tensor:
     """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). Shapes: q (rows, columns, heads, d),
-    k and v (rows, groups, keys, d), mask (rows, 1, columns, keys)."""
+    k and v (rows, groups, keys, d), mask (rows, 1, columns, keys). The first n_shared keys are
+    those of every row."""
+    if n_shared:
+        return attend_apart(q, k, v, mask, n_shared)
     if q.shape[1] > 1 and q.is_cpu:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
@@ -110,16 +115,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
     # In decode the heads that share a key head make one product. The copies only fill rows.
     q = q.view(len(q), k.shape[1], -1, q.shape[-1])
-    copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1) if q.is_cpu else q
+    fills = q.is_cpu and q.dtype == torch.float32
+    copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1) if fills else q
     return F.scaled_dot_product_attention(copies, k, v, mask)[:, :, : q.shape[2]].flatten(1)
+
+
+def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tensor:
+    """Return `attend`, reading the n shared keys once instead of once per row.
+
+    Let o1 be the output over the shared keys, o2 over a row's own, and z1 and z2 the logarithms of
+    their sums of e^(q k' / sqrt(d)). Together
+
+        o = (e^z1 o1 + e^z2 o2) / (e^z1 + e^z2) = o2 + sigmoid(z1 - z2) (o1 - o2)
+    """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    every = q.flatten(0, 1).transpose(0, 1)[None]  # (1, heads, T, d)
+    o1, z1 = attention(every, k[:1, :, :n], v[:1, :, :n])  # (1, heads, T, d), (1, heads, T)
+    o2, z2 = attention(q.transpose(1, 2), k[:, :, n:], v[:, :, n:], attn_mask=mask[..., n:])
+    o1, z1 = o1[0].transpose(0, 1), z1[0].T  # (T, heads, d), (T, heads)
+    o2, z2 = (x.transpose(1, 2).flatten(0, 1) for x in (o2, z2))
+    return (o2 + torch.sigmoid(z1 - z2)[..., None] * (o1 - o2)).flatten(1)
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
     """Return x w, (T, n), in the type of x; a GPU returns its float32 sums of bfloat16 numbers."""
     if x.is_cuda and w.dtype == torch.bfloat16:
         return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
-    if x.dtype != w.dtype:
-        return product(x.to(w.dtype), w).to(x.dtype)
+    if w.dtype == torch.bfloat16:
+        return (x.to(w.dtype) @ w).to(x.dtype)
     rows = len(x)
     if FEWEST <= rows <= MOST or not x.is_cpu:
         return x @ w
@@ -149,8 +172,6 @@ def key_length(longest: int) -> int:
 class Model:
     """A language model, with the keys and values of its slots."""
 
-    chunk = MOST  # the most tokens of prompts in one step, padding included
-
     def __init__(
         self,
         folder: str,
@@ -166,6 +187,9 @@ class Model:
         self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # tokens that end a text
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
         self.device = torch.device(device)
+        exact = self.device.type == "cpu" and dtype == "float32"
+        self.chunk = MOST if exact else PREFILL  # most tokens of a prompt in one step, with padding
+        self.shares = self.device.type == "cpu" and not exact
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
@@ -215,14 +239,18 @@ class Model:
         return fused
 
     @torch.inference_mode()
-    def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
-        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens.
-        Return the logits (rows, vocab) of each row's next token."""
+    def step(
+        self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, n_shared: int = 0
+    ) -> Tensor:
+        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens; the
+        first n_shared are the same in all rows. Return the logits (rows, vocab) of each row's next
+        token."""
         reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
         if self.graphs is None or max(map(len, feeds)) > 1:
             inputs = self._inputs(feeds, cached, first_slot)
             inputs = inputs.to(self.device, non_blocking=self.cache.is_cuda)
-            x = self._layers(inputs, first_slot, key_length(reach))
+            n_shared *= self.shares and n_shared >= WORTH and len(feeds) > 1
+            x = self._layers(inputs, first_slot, key_length(reach), n_shared)
         else:
             # A row for each slot from 0 on, some of them empty: few different shapes, few graphs.
             slots, length = self.kv.shape[2:4]
@@ -254,7 +282,7 @@ class Model:
         last = [[row * columns + max(n, 1) - 1] for row, n in enumerate(lengths)]
         return torch.stack((ids, positions, places, torch.tensor(last).expand(-1, columns)))
 
-    def _layers(self, inputs: Tensor, first_slot: int, n_keys: int) -> Tensor:
+    def _layers(self, inputs: Tensor, first_slot: int, n_keys: int, n_shared: int = 0) -> Tensor:
         """Return x of each row's last token after all layers, (rows, D)."""
         heads, groups, d = self.heads, self.groups, self.d
         ids, positions, places, last = inputs
@@ -281,7 +309,7 @@ class Model:
             kv[:, places] = torch.stack((k, v)).flatten(1, 2).to(self.dtype)
 
             # x += W_o softmax(q k' / sqrt(d)) v
-            x = x + product(attend(q, keys, values, mask), w.w_o)
+            x = x + product(attend(q, keys, values, mask, n_shared), w.w_o)
 
             # x += W_down (silu(W_gate norm(x)) * W_up norm(x))
             gate_up = product(rms_norm(x, w.norm_2, self.eps), w.w_gate_up)

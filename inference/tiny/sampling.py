@@ -116,7 +116,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     # 4. token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
-    token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
+    if any(p.temperature < 1e-6 for p in params):
+        token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
     both = torch.cat((token, logprobs.gather(1, token)), dim=1)  # float32 holds ids below 2^24
     tokens, chosen = both.T.tolist()
     return [int(token) for token in tokens], chosen

@@ -106,7 +106,9 @@ class Scheduler:
             return False
         first, feeds = self._choose()
         batch = self.slots[first : first + len(feeds)]
-        logits = self.model.step(feeds, [one.cached for one in batch], first)
+        known = [one.tokens[: one.cached] for one in batch]
+        shared = common(min(known), max(known))  # what begins the least and the greatest begins all
+        logits = self.model.step(feeds, list(map(len, known)), first, shared)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
             one.cached += len(feed)

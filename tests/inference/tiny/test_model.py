@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.tiny.model import Model, key_length, read_weights
+from inference.tiny.model import Model, attend, attend_apart, key_length, read_weights
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 90,
@@ -109,6 +109,40 @@ def test_bfloat16_stays_near_float32(path: Path) -> None:
     for logprobs in (prefill, decode):
         assert logprobs.dtype == torch.float32
         assert 1e-4 < (logprobs - exact).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("columns", [1, 8])
+def test_keys_that_all_rows_share_are_attended_once(columns: int) -> None:
+    """Two parts of a softmax, merged by their sums, are the whole."""
+    torch.manual_seed(0)
+    q = torch.randn(5, columns, 6, 8)
+    k, v = torch.randn(2, 5, 2, 90, 8)
+    k[:, :, :40], v[:, :, :40] = k[:1, :, :40], v[:1, :, :40]
+    positions = torch.randint(40, 80, (5, 1)) + torch.arange(columns)
+    seen = torch.arange(90) <= positions[:, None, :, None]
+    mask = torch.where(seen, 0.0, -torch.inf)
+    once = attend_apart(q, k, v, mask, 40)
+    torch.testing.assert_close(once, attend(q, k, v, mask), rtol=1e-5, atol=1e-6)
+
+
+def test_a_shared_prefix_changes_no_logits(path: Path) -> None:
+    """In bfloat16 a step reads the first row's keys for all; in float32 bits count, and it does
+    not."""
+    start = [7 * j % 90 for j in range(100)]
+    rows = [[*start, *prompt] for prompt in PROMPTS]
+    cached = [len(row) - 1 for row in rows]
+    last = [row[-1:] for row in rows]
+    for dtype, exact in (("float32", True), ("bfloat16", False)):
+        model = Model(str(path), 4, dtype=dtype)
+        model.resize(128)
+        model.step([row[:-1] for row in rows], [0] * 3)
+        plain = model.step(last, cached).log_softmax(-1)
+        model.kv[:, :, 1:3, :100] = 9.0  # what is not read has no effect
+        if exact:
+            assert not torch.allclose(plain, model.step(last, cached, 0, 100).log_softmax(-1))
+        else:
+            shared = model.step(last, cached, 0, 100).log_softmax(-1)
+            torch.testing.assert_close(plain, shared, rtol=0, atol=0.1)
 
 
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:

@@ -75,9 +75,9 @@ def record_feeds(model: Model, monkeypatch: Any) -> list[list[int]]:
     """How many tokens each step feeds to each sequence, from now on."""
     fed, step = [], model.step
 
-    def recorded(feeds: list[list[int]], cached: list[int], first: int) -> Any:
+    def recorded(feeds: list[list[int]], *rest: Any) -> Any:
         fed.append([len(feed) for feed in feeds])
-        return step(feeds, cached, first)
+        return step(feeds, *rest)
 
     monkeypatch.setattr(model, "step", recorded)
     return fed
@@ -276,8 +276,11 @@ class Play:
     def copy(self, source: int, target: int, n: int) -> None:
         self.kv[target] = self.kv[source][:n]
 
-    def step(self, feeds: list[list[int]], cached: list[int], first: int) -> torch.Tensor:
+    def step(
+        self, feeds: list[list[int]], cached: list[int], first: int, n_shared: int
+    ) -> torch.Tensor:
         version = self.scheduler.version
+        assert n_shared == min(cached), "all texts here count from 0"
         batch = self.scheduler.slots[first : first + len(feeds)]
         for i, (one, fed) in enumerate(zip(batch, feeds, strict=True), first):
             kept = self.kv[i][: one.cached]
