@@ -321,9 +321,9 @@ class Model:
 
     def fit(self, longest: int) -> tuple[int, int]:
         """Return the length of slots that hold `longest` tokens, and how many fit in the cache. The
-        length is one of 64, 128, 192, 512, 1024, ..., as a slot has room for `key_length`."""
-        keys = key_length(longest)
-        length = keys if keys < 512 else min(1 << (keys - 1).bit_length(), self.positions)
+        length is one of 64, 128, 192, 512, 640, 1024, 1536, ..., as a slot has room for
+        `key_length`."""
+        length = min(key_length(round_up_a_little(longest, 64)), self.positions)
         return length, min(self.most_slots, self.positions // length)
 
     def resize(self, longest: int) -> tuple[int, int]:
