@@ -11,14 +11,16 @@ is its messages and its output. A new call looks up the digest of every prefix o
 longest prefix found is its parent's conversation: A is the parent of B and C. Messages are compared
 in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
-**Links.** A summary that replaces a history, or the report of a sub-agent, is the whole answer of
-another conversation. A call `reads` such answers (`_link`), and the calls that its header names.
+**Links.** A call `reads` its parent. It also reads the calls that its header names, and the answers
+of other conversations that its new messages copy whole: a summary that replaces a history, or the
+report of a sub-agent (`_link`).
 
 **Rewards** are computed from the last call to the first:
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 without any)
 
-For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
+For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1. A link counts
+only if it leads to a call with a reward, since an agent may drop what it read.
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
 agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
@@ -46,12 +48,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from calls.messages import Message, canonical
+from calls.messages import Message, canonical, needle, squeeze_all, stands
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
 LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
-SHORT = 20  # characters; a shorter answer may be part of a message by chance
 SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
     r"|\bnew conversation topic\b|^(quota|warmup)$",
@@ -190,21 +191,21 @@ class InteractionCache(dict[str, Interaction]):
         interaction.interaction_id, interaction.parent = interaction_id, parent
         interaction.opening = extend(0, interaction.messages[0])
         self._link(interaction, new)
-        before = continued(interaction) or interaction.reads
+        before = parent_list(interaction) or interaction.reads
         interaction.turn = max((call.turn + 1 for call in before), default=0)
         self[interaction_id] = interaction
         return interaction
 
     def _link(self, call: Interaction, new: list[Message]) -> None:
-        """Set what `call` reads: what it continues, what it names, and answers that are in its new
-        messages and that no call continues. None of these may lead to another.
+        """Set what `call` reads: its parent, the calls that it names, and the answers that its new
+        messages copy and that no call continues. If one of these leads to another, it is left out.
 
-            ... - [S] summary              user: summary - [N]            N reads S
-            [P] calls a tool - tool: report - [M]                         M reads L
-                 user: task - [K] - ... - [L] report                      K reads P
+            history - [summary]            user: the summary - [call]       call reads summary
+            [parent] calls a tool - tool: the report - [call]               call reads report
+                 user: the task - [first] - ... - [report]                  first reads parent
         """
         parent = call.parent
-        call.reads = continued(call)
+        call.reads = parent_list(call)
         text = "" if looks_like_side(call) else squeeze_all(new)
         found = [x for x, said in self._leaves.items() if x is not parent and stands(said, text)]
         if not (found or call.named):
@@ -254,7 +255,7 @@ class InteractionCache(dict[str, Interaction]):
         Refusal if there is none."""
         if interaction_id is None:
             latest = (call for call in reversed(self.values()) if call.complete)
-            found = next((call for call in latest if not self.is_side(call)), None)
+            found = next((call for call in latest if not self._is_side(call)), None)
         else:
             found = self.get(interaction_id)
         if found is None or not found.complete:
@@ -282,7 +283,7 @@ class InteractionCache(dict[str, Interaction]):
         self.mark_side_conversations()
         if not links:
             for call in self.values():
-                call.reads = newest(call.named + continued(call))
+                call.reads = newest(call.named + parent_list(call))
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
         leads: set[Any] = set()  # calls that a rewarded one has read, directly or not
         for turn in reversed(self.finished()):  # a call began after those that it reads
@@ -297,7 +298,7 @@ class InteractionCache(dict[str, Interaction]):
                 if counts or read is turn.parent:
                     below[read].append(final)
 
-    def is_side(self, call: Interaction) -> bool:
+    def _is_side(self, call: Interaction) -> bool:
         """Whether a finished call is a side conversation. Only its first message counts: a call
         with tools or a parent is none, and then no other call that begins like it is one."""
         return bool(self._openings) and call.opening not in self._openings
@@ -305,7 +306,7 @@ class InteractionCache(dict[str, Interaction]):
     def mark_side_conversations(self) -> None:
         """Set `is_side` of every finished call."""
         for call in self.finished():
-            call.is_side = self.is_side(call)
+            call.is_side = self._is_side(call)
 
     # ---- export
 
@@ -322,32 +323,7 @@ def looks_like_side(call: Interaction) -> bool:
     return not (call.tools or call.parent) and bool(SIDE.search(call.messages[0]["content"]))
 
 
-def squeeze(text: str) -> str:
-    """Return lines without blanks around words, since agents wrap answers or write them as JSON."""
-    lines = text.replace("\\n", "\n").replace('\\"', '"').splitlines()
-    return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
-
-
-def squeeze_all(messages: Iterable[Message]) -> str:
-    """Return texts and ids of calls, each on lines of its own."""
-    parts = ((m["content"], *(call["id"] for call in m.get("tool_calls", []))) for m in messages)
-    return "\0".join(f"\n{squeeze(part or '')}\n" for part in itertools.chain(*parts))
-
-
-def needle(output: list[Message]) -> str:
-    """Return what of an answer is looked for: the id of its first call, or its text. Claude Code
-    cuts away what is not in <summary>."""
-    ids = [call["id"] for message in output for call in message.get("tool_calls", [])]
-    text = "".join(message["content"] for message in output)
-    return ids[0] if ids else squeeze(text.rpartition("<summary>")[2].partition("</summary>")[0])
-
-
-def stands(said: str, text: str) -> bool:
-    """Return whether a squeezed text has the whole answer; a short one needs its own lines."""
-    return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
-
-
-def continued(call: Interaction) -> list[Interaction]:
+def parent_list(call: Interaction) -> list[Interaction]:
     return [call.parent] if call.parent else []
 
 
@@ -375,7 +351,7 @@ def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return a copy of each leaf. Its `row_turns` are pairs (turn, whether this row trains it); if
     rows share a turn, the first one trains it. Its `parent` is the row that trains the parent of
     the first turn that it trains."""
-    joined = {turn: turn.parent for turn in finished if turn.parent and continues(turn)}
+    joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
     row_of: dict[Any, Interaction] = {}  # turn -> the row that trains it
@@ -393,7 +369,7 @@ def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     return rows
 
 
-def continues(turn: Interaction) -> bool:
+def extends_parent(turn: Interaction) -> bool:
     """Return whether the prompt begins with exactly the parent's tokens."""
     assert turn.parent is not None
     before = turn.parent.tokens.input_tokens + turn.parent.tokens.output_tokens

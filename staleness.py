@@ -11,22 +11,22 @@ group holds a place, and so does every group accepted since the run began:
     enqueued -> running -> accepted   (holds its place for ever; each version adds B new ones)
                         -> rejected   (gives it back; a failed group is also rejected)
 
-A dropped or withdrawn group gives its place back, too. The gate never deadlocks: when the trainer
-waits at version v, its v B consumed groups hold places. If no group runs, fewer than B others hold
-one, so a place is free.
+A dropped or withdrawn group gives its place back, too. The gate never deadlocks: the trainer waits
+at version v only while fewer than B accepted groups are left over beside the v B that it consumed.
+If no group runs, at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
 **The gate alone bounds nothing.** If steps took the groups that finish first, a slow group would
 grow old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale`
 names the rule by which rollout/dispatcher.py chooses groups:
 
-- **wait** takes the groups that started first. *Proof:* let a group start at version s, as the p-th
-  of those that keep their places. All p hold one, so p <= (eta + s + 1) B. Step ceil(p / B) takes
-  it, at version ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s (inference/servers.py
-  checks it), so its age is at most eta.
+- **wait**, the default, takes the groups that started first. *Proof:* number by their starts the
+  groups that never give their places back. When number p starts, at version s, numbers 1 to p hold
+  places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at version ceil(p / B) - 1 <= eta + s.
+  Its tokens have versions >= s (inference/servers.py checks it), so its age is at most eta.
 - **mask** takes the groups that finished first, and leaves tokens with a lag above eta out of the
-  loss. So no step waits for a slow group. The proof also works with ends in place of starts: the
-  p-th group to end, at version f, trains at version eta + f at the latest, so its tokens of version
-  f are not too old. A group whose tokens are all too old is dropped.
+  loss. So no step waits for a slow group. Numbered by their ends, the groups 1 to p hold places
+  when number p ends at version f, so it trains at version eta + f at the latest, and its tokens of
+  version f are not too old. A group whose tokens are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
 The bound presumes that every step consumes B groups and that versions never fall. If not, the age

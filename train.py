@@ -7,7 +7,9 @@
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
 `start_rollout` makes the parts in the order in which data flows. `train_step` shows the batch and
-its shapes, the three policies, the update and the push of the weights. A script calls
+its shapes, the three policies, the update and the push of the weights. `run` (run/start.py) holds
+the configuration, the inputs and the processes, and what is made here: engine, executor, actor and
+ref. `run.call(event, ...)` calls that method of every callback. A script calls
 `PPOTrainer(config).train(workflow=MyAgent)`.
 
 The servers generate while the trainer trains. With eta = 1 (max_head_offpolicyness: a trained token
@@ -72,7 +74,7 @@ def start_rollout(run: Run) -> None:
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
     run.wait_until_ready()
-    named = run.call("hooks", run)  # {class path: its arguments}
+    named = run.call("hooks", run)  # callbacks may add some: {class path: its arguments}
     hooks = make_named(named)
     engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
     if rollout.server_addrs and config.mode == "train":
@@ -92,7 +94,8 @@ def start_rollout(run: Run) -> None:
         engine, rollout.max_concurrent_rollouts or batch * (eta + 1), batch, eta
     )
 
-    # 4. The executor runs the workflow or agent on each prompt that the gate admits.
+    # 4. The executor runs the workflow or agent on each prompt that the gate admits. It gives the
+    #    engine AReaL's methods submit, wait, rollout_batch and prepare_batch.
     run.executor = WorkflowExecutor(
         engine,
         rollout,
@@ -227,16 +230,16 @@ class PPOTrainer:
 
     def push(self, version: int) -> None:
         """Give the servers the trainer's weights as `version`. Nothing generated is lost."""
-        actor, rollout = self.run.actor, self.run.engine
+        actor, engine = self.run.actor, self.run.engine
         meta = self.meta.with_version(version)
         actor.write_weights(meta)  # mode disk writes files while the servers still generate
-        if rollout is not None:
-            rollout.pause()
+        if engine is not None:
+            engine.pause()
         actor.update_weights(meta)
         actor.set_version(version)
-        if rollout is not None:
-            rollout.set_version(version)  # the gate admits the groups of the next step
-            rollout.resume()
+        if engine is not None:
+            engine.set_version(version)  # the gate admits the groups of the next step
+            engine.resume()
 
 
 def is_due(step: int, interval: int) -> bool:

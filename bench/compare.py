@@ -7,7 +7,7 @@ Each seed trains twice on the same problems: synchronously (eta 0) and asynchron
 trainer and the small server have one thread each, so that both runs have the same two cores.
 Finished runs (runs/compare) are not repeated. The columns of the table:
 
-    seconds    of training, without the start of the processes
+    seconds    of training, without the start of the processes and the first evaluation
     waiting    share of these seconds in which the trainer waited for a batch
     success    among the episodes of the last five steps
     held out   success on the held-out problems after training, with its Wilson interval
@@ -48,13 +48,14 @@ def train(folder: Path, eta: int, seed: int, steps: int) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """What the table and the figure need of a finished run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = lines[-1]["wall_s"]
+    begin = lines[0]["wall_s"] - lines[0]["step_s"]  # the base model was evaluated before
+    seconds = lines[-1]["wall_s"] - begin
     return {
         "seconds": seconds,
         "waiting": sum(line["rollout_wait_s"] for line in lines) / seconds,
         "success": mean(line["success"] for line in lines[-5:]),
         "held_out": json.loads((folder / "eval_trained.json").read_text()),
-        "curve": [[line["wall_s"], line["success"]] for line in lines],
+        "curve": [[line["wall_s"] - begin, line["success"]] for line in lines],
         "run": figures.read_run(folder, SHOWN),
     }
 

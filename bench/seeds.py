@@ -5,11 +5,12 @@
     python bench/seeds.py --config tool --evaluate --goal 0.9 1 2 3
 
 Runs that exist (runs/seeds/<experiment>/seed<k>) are not repeated. `first` is the success in step
-1, before any training, and `last five` the mean of the last five steps. `seconds to goal` is the
-time of training until the mean success of five successive steps reaches --goal; the last line has
-its median and its maximum. `load` is the machine's one-minute load average at the start: above 2, a
-machine with two cores was busy with something else. With --evaluate, `base` and `held out` are the
-successes of greedy answers to the validation prompts, before and after training.
+1, before any training, and `last five` the mean of the last five steps. `seconds` are those of
+training: waiting, learning and updating the servers. `seconds to goal` is their number until the
+mean success of five successive steps reaches --goal; the last line has its median and its maximum.
+`load` is the machine's one-minute load average at the start: above 2, a machine with two cores was
+busy with something else. With --evaluate, `held out` is the success on the validation prompts after
+every fifth step, and the goal is reached when it is.
 """
 
 import argparse
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from run.config import load  # noqa: E402
 
 
-def train(config: str, seed: int, folder: Path, root: Path, callbacks: str) -> None:
+def train(config: str, seed: int, folder: Path, root: Path, interval: int) -> None:
     """Run train.py and write the load average to the run's folder. Do nothing if the run's metrics
     exist already."""
     if (folder / "metrics.jsonl").exists():
@@ -35,27 +36,27 @@ def train(config: str, seed: int, folder: Path, root: Path, callbacks: str) -> N
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "load.txt").write_text(f"{os.getloadavg()[0]:.1f}")
     words = [f"seed={seed}", f"trial_name={folder.name}", f"fileroot={root}"]
-    words += [f"callbacks=[{callbacks}]"]
+    words += ["callbacks=[]", f"evaluator.interval={interval}"]
     command = [sys.executable, "train.py", "--config", config, *words]
     with (folder / "output.txt").open("w") as out:
         subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=True)
 
 
-def seconds(lines: list[dict], k: int) -> float:
-    """Return the seconds from the beginning of step 1 to the end of step k. The base model was
-    evaluated before."""
-    return lines[k - 1]["wall_s"] - lines[0]["wall_s"] + lines[0]["step_s"]
+def seconds(lines: list[dict]) -> float:
+    """Return the seconds of training, without evaluations and checkpoints."""
+    return sum(line[part] for line in lines for part in ("rollout_wait_s", "train_s", "sync_s"))
 
 
 def seconds_to(lines: list[dict], goal: float) -> float:
-    """Return the seconds of training until the mean success of five successive steps reaches
-    `goal`. Return infinity if no five steps reach `goal`."""
-    ends = (
-        k
-        for k in range(5, len(lines) + 1)
-        if mean(line["success"] for line in lines[k - 5 : k]) >= goal
-    )
-    return next((seconds(lines, k) for k in ends), math.inf)
+    """Return the seconds of training until the success on validation prompts, or without
+    evaluations the mean success of five successive steps, reaches `goal`. Return infinity if it
+    does not."""
+    for k, line in enumerate(lines, 1):
+        last = mean(one["success"] for one in lines[k - 5 : k]) if k >= 5 else 0.0
+        found = any("eval_success" in one for one in lines)
+        if (line.get("eval_success", 0.0) if found else last) >= goal:
+            return seconds(lines[:k])
+    return math.inf
 
 
 def row(seed: int, folder: Path, lines: list[dict], reached: float) -> str:
@@ -71,7 +72,7 @@ def row(seed: int, folder: Path, lines: list[dict], reached: float) -> str:
         f"{mean(line['mixed_version_share'] for line in lines):.0%}",
         f"{max(line['logp_mismatch'] for line in lines):.0e}",
         f"{len(lines)}",
-        f"{seconds(lines, len(lines)):.0f}",
+        f"{seconds(lines):.0f}",
         f"{reached:.0f}",
         load_file.read_text() if load_file.exists() else "?",
     ]
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("seeds", nargs="*", type=int, default=[1])
     parser.add_argument("--config", default="demo")
     parser.add_argument("--goal", type=float, default=0.95)
-    parser.add_argument("--evaluate", action="store_true", help="before and after training")
+    parser.add_argument("--evaluate", action="store_true", help="every fifth step")
     parser.add_argument("--fileroot", type=Path, default=Path("runs/seeds"))
     args = parser.parse_args()
     name = load(["--config", args.config])[0].experiment_name
@@ -100,20 +101,18 @@ def main() -> None:
         "seconds",
         f"seconds to {args.goal}",
         "load",
-        *(["base", "held out"] if args.evaluate else []),
+        *(["held out"] if args.evaluate else []),
     ]
-    callbacks = "extras.before_after.BeforeAfter" if args.evaluate else ""
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     times = []
     for seed in args.seeds:
         folder = args.fileroot / name / f"seed{seed}"
-        train(args.config, seed, folder, args.fileroot, callbacks)
+        train(args.config, seed, folder, args.fileroot, 5 * args.evaluate)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         times.append(seconds_to(lines, args.goal))
-        evaluations = [folder / f"eval_{name}.json" for name in ("base", "trained")]
-        found = [json.loads(file.read_text()) for file in evaluations if args.evaluate]
-        cells = [f" {one['eval_success']:.3f} |" for one in found]
-        print(row(seed, folder, lines, times[-1]) + "".join(cells), flush=True)
+        found = [f"{line['eval_success']:.2f}" for line in lines if "eval_success" in line]
+        held_out = f" {', '.join(found)} |" if args.evaluate else ""
+        print(row(seed, folder, lines, times[-1]) + held_out, flush=True)
     print(f"seconds to {args.goal}: median {median(times):.0f}, largest {max(times):.0f}")
 
 

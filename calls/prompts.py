@@ -18,8 +18,8 @@ two whole conversations at its start, one with results of tools, which some temp
 their calls. If they do not end with their tails, such prompts are rendered anew, and so is a turn
 whose tools differ from its parent's. Style concat then begins a new row.
 
-If a template refuses a conversation, or drops a text, `stricter` merges what stands together, such
-as two system messages. If a text is still missing, the call is refused.
+If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
+texts, such as one system message for two. If a text is still missing, the call is refused.
 
 A tool's result may contain the text of a control token to forge a turn. So these count only where
 the template or an assistant wrote them; elsewhere BREAK parts them into ordinary tokens.
@@ -142,7 +142,7 @@ class PromptBuilder:
 
 
 def stricter(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the messages, and then with the same texts what stricter templates take."""
+    """Yield the messages, and then variants with the same texts that stricter templates accept."""
     yield messages
     yield merge(messages)
     yield one_call_each(merge(messages))

@@ -88,9 +88,9 @@ def entropy_fall(lines: list[Record], config: Any) -> float:
 
 
 def steps_without_gradient(lines: list[Record], config: Any) -> int:
-    """Count steps with a gradient of 0, or advantages of 0 although the rewards differ."""
+    """Count steps whose rewards differ, but whose advantages or gradient are 0."""
     return sum(
-        m["grad_norm"] < 1e-8 or (m["no_signal_share"] == 1 and m["reward_std"] > 0) for m in lines
+        m["reward_std"] > 0 and (m["grad_norm"] < 1e-8 or m["no_signal_share"] == 1) for m in lines
     )
 
 
@@ -375,7 +375,7 @@ class Canary:
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
     def finish(self) -> dict[str, float]:
-        """Metrics of the last update; {} if an answer is missing or is the first. All ranks
+        """Metrics of the last update; {} if an answer is missing, or none came before it. All ranks
         call this."""
         now: list[ModelResponse] = []
         if self.asked is not None:

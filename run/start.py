@@ -146,7 +146,7 @@ class Run:
             leave_ranks()
 
     def command(self, *words: str) -> str:
-        """This run's command with other words, to paste into a shell."""
+        """This run's command with `words` in place of trial_name and mode, quoted for a shell."""
         given = [w for w in sys.orig_argv[1:] if not w.startswith(("trial_name=", "mode="))]
         return shlex.join([sys.executable, *given, *words])
 

@@ -5,8 +5,7 @@ The maze never changes. It has 12 x 12 cells with names like chess squares, and 
 a1 and l12, are homes. A prompt names the first cell and the home, such as "from b7 to l12". The
 answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a
 metric of navigation: the length of the shortest way, divided by the length of the walk. A walk that
-goes through a wall or does not end at the home earns 0. For example, a walk of 72 moves earns 0.75
-if the shortest way has 54 moves.
+goes through a wall or does not end at the home earns 0.
 
 **Why this task.** The length of an answer depends on the policy and varies tenfold: a drunk can
 reach the length limit, and the shortest way has 54 moves on average. So new weights arrive while
@@ -118,8 +117,8 @@ def reward(
     home: str,
     **_,
 ) -> float:
-    """Return SPL = S * l / max(p, l). S is 1 for success and else 0, l is the length of the
-    shortest way, and p that of the walk.
+    """Return SPL = S * l / max(p, l). S is 1 on success and 0 otherwise; l and p are the
+    lengths of the shortest way and of the walk.
 
     The parameters are those of AReaL's reward functions. SPL is from Anderson et al. 2018.
     """

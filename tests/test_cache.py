@@ -14,8 +14,8 @@ from harness import said, user
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import SHORT, Interaction, InteractionCache, ancestors
-from calls.messages import canonical
+from cache import Interaction, InteractionCache, ancestors
+from calls.messages import SHORT, canonical
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 

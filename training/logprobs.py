@@ -3,8 +3,9 @@
 The logits of N tokens are an (N, V) matrix. With N = 16,384 and V = 151,936 it takes 9.3 GiB, and
 its softmax and its gradient are as large. But training needs only two numbers per token.
 
-The logits of one token do not depend on other tokens. So the last layer takes one chunk of tokens
-after another, keeps the two numbers and forgets the logits; the backward pass computes them again.
+Given its hidden state, a token's logits do not depend on other tokens. So the last layer takes one
+chunk of tokens after another, keeps the two numbers and forgets the logits; the backward pass
+computes them again.
 With hidden state h, last layer W, temperature tau and the sampled token id:
 
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k

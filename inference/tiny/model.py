@@ -8,7 +8,8 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
 
 After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v; Qwen3 applies norm
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
-microsecond, whatever its size. So one product computes q, k and v, and another one gate and up.
+microsecond, whatever its size. So one product computes q, k and v, and another computes gate and
+up.
 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
@@ -181,7 +182,7 @@ class Model:
         device: str = "cpu",
     ) -> None:
         """Load a Hugging Face folder, for at most `slots` sequences of `tokens` tokens in all.
-        Raises ValueError if this pass cannot compute it."""
+        Raises ValueError if this forward pass does not support the model."""
         config, files = read_config(folder), read_weights(folder)
         eos = config.get("eos_token_id")
         self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # tokens that end a text
@@ -327,8 +328,8 @@ class Model:
         return length, min(self.most_slots, self.positions // length)
 
     def resize(self, longest: int) -> tuple[int, int]:
-        """Make slots for sequences of `longest` tokens, and keep of the old ones what fits. Return
-        `fit`."""
+        """Make slots for sequences of `longest` tokens, and keep as much of the old ones as
+        fits. Return `fit`."""
         old, (length, slots) = self.kv, self.fit(longest)
         self.kv = self.cache[:, :, : length * slots].unflatten(2, (slots, length))
         n, m = min(slots, old.shape[2]), min(length, old.shape[3])

@@ -77,7 +77,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
-    """Set the weights (vocab,) that top_p or top_k excludes to 0. The largest always stays."""
+    """Set to 0 the weights (vocab,) that top_p or top_k excludes. The largest always stays."""
     ranked, order = weights.sort(descending=True)
     excluded = ranked.cumsum(0) - ranked >= (top_p if top_p < 1 else torch.inf)
     excluded[0] = False

@@ -123,9 +123,10 @@ class Scheduler:
     def _choose(self) -> tuple[int, list[list[int]]]:
         """Return the first slot of the step, and what it feeds to this slot and the next ones.
 
-        A decode feeds one token to all from the first to the last that is ready. A prefill feeds
-        several short prompts, or a piece of a longer one: the shortest, and with it those in the
-        next slots. After a piece comes a decode, so that a long prompt does not stop the others."""
+        A decode feeds one token to all from the first to the last that is ready. A prefill begins
+        with the shortest prompt, and adds those in the next slots while they fit; of a long prompt
+        it feeds a piece. After a piece comes a decode, so that a long prompt does not stop the
+        others."""
         left = [len(one.tokens) - one.cached for one in self.running]
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.was_piece or max(left) == 1):
@@ -195,7 +196,8 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Make room for the session that runs the fewest, if others run at least two more."""
+        """Retract sequences for the waiting session that runs the fewest, if other sessions run at
+        least two more sequences each."""
         if self.n == len(self.slots):  # shorter slots, if all could become twice as long
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))

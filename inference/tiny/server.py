@@ -51,7 +51,7 @@ class Generate(BaseModel, strict=True):
 
 
 async def refuse(_: Request, error: Any) -> Response:
-    """Answer 400, or 401 and 403 for a missing or wrong key."""
+    """Answer 401 for a missing key, 403 for a wrong one, and otherwise 400."""
     return reply({"error": {"message": str(error)}}, getattr(error, "status", 400))
 
 

@@ -75,6 +75,7 @@ CASES: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("no_signal", "success", 0.5, 0.95, {"no_signal_share": 1.0, "reward_std": 0.0}),
     ("zero_gradients", "grad_norm", [0.0] * 3, [0.0, 0.0, 1e-4], {}),
     ("zero_gradients", "reward_std", 0.4, 0.0, {"no_signal_share": [1.0] * 3}),
+    ("zero_gradients", "reward_std", 0.4, 0.0, {"grad_norm": [0.0] * 3}),
     ("rejection", "rejected", [30, 30, 30], [30, 20, 10], {}),
     ("failing", "failed", [1] * 3, [1, 0, 0], {"rejected": [1] * 3}),
     ("failing", "failed_members", [13] * 3, [11] * 3, {}),
