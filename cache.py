@@ -11,16 +11,14 @@ is its messages and its output. A new call looks up the digest of every prefix o
 longest prefix found is its parent's conversation: A is the parent of B and C. Messages are compared
 in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
-**Links.** A call `reads` its parent. It also reads the calls that its header names, and the answers
-of other conversations that its new messages copy whole: a summary that replaces a history, or the
-report of a sub-agent (`_link`).
+**Links.** A call `reads` its parent, the calls that its header names, and answers that its new
+messages copy whole: a summary that replaces a history, or a sub-agent's report (`_link`).
 
 **Rewards** are computed from the last call to the first:
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 without any)
 
-For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1. A link counts
-only if it leads to a call with a reward, since an agent may drop what it read.
+For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
 agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
@@ -294,7 +292,7 @@ class InteractionCache(dict[str, Interaction]):
                 turn.reward = final
             if counts:
                 leads.update(turn.reads)
-            for read in turn.reads:
+            for read in turn.reads:  # what was copied counts only if it leads to a reward
                 if counts or read is turn.parent:
                     below[read].append(final)
 

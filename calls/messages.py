@@ -18,9 +18,6 @@ compares only what `canonical` returns: role, text, calls (id, name, arguments) 
 In a system message, text that matches VOLATILE does not count, because some clients change it with
 every call. Any other changed text begins a new conversation.
 
-**Copied answers.** A summary or a report is an answer that stands in another conversation, in other
-white space or as JSON. `stands` finds it there.
-
 **References.** Instead of the history a client may send an id, as `previous_response_id` or
 `item_reference`. `find` looks the id up in the session.
 

@@ -28,7 +28,7 @@ import pytest
 from conftest import ROOT, forward_logprobs, server_process
 from transformers import AutoTokenizer
 
-from cache import continues
+from cache import extends_parent
 from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
@@ -175,7 +175,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
         assert turn.reward == 1.0
         start, scored = turn.tokens.input_len, forward_logprobs(model_dir, row["input_ids"])
         assert row["logprobs"][start:] == pytest.approx(scored[start:], abs=1e-4)
-    assert [continues(turn) for turn in turns[1:]] == [True, module not in TOOLS_CHANGE]
+    assert [extends_parent(turn) for turn in turns[1:]] == [True, module not in TOOLS_CHANGE]
 
 
 @pytest.mark.parametrize("module", [needs("codex_cli"), needs("claude_code")])

@@ -8,8 +8,7 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
 
 After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v; Qwen3 applies norm
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
-microsecond, whatever its size. So one product computes q, k and v, and another computes gate and
-up.
+microsecond, whatever its size. So q, k and v come from one product, gate and up from another.
 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
@@ -23,7 +22,7 @@ column by column (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a
 multiples of 8 tokens, and the number of keys is chosen (`key_length`).
 
 *bfloat16* halves the bytes of weights and keys. Sums stay in float32: x, norm, rotation, softmax.
-On a GPU, decodes are replayed (graphs.py).
+Keys that all rows share are read once (`attend_apart`). On a GPU, decodes are replayed (graphs.py).
 """
 
 import json
