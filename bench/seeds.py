@@ -2,15 +2,15 @@
 
     python bench/seeds.py 1 2 3 4 5 31 32 33 34 35
     python bench/seeds.py --config maze 101 102 103
-    python bench/seeds.py --config tool --evaluate --goal 0.9 1 2 3
+    python bench/seeds.py --config tool --evaluate 20 --goal 0.9 1 2 3
 
 Runs that exist (runs/seeds/<experiment>/seed<k>) are not repeated. `first` is the success in step
 1, before any training, and `last five` the mean of the last five steps. `seconds` are those of
 training: waiting, learning and updating the servers. `seconds to goal` is their number until the
 mean success of five successive steps reaches --goal; the last line has its median and its maximum.
 `load` is the machine's one-minute load average at the start: above 2, a machine with two cores was
-busy with something else. With --evaluate, `held out` is the success on the validation prompts after
-every fifth step, and the goal is reached when it is.
+busy with something else. With --evaluate N, `held out` is the success on the validation prompts
+after every N steps, and the goal is reached when this reaches it.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("seeds", nargs="*", type=int, default=[1])
     parser.add_argument("--config", default="demo")
     parser.add_argument("--goal", type=float, default=0.95)
-    parser.add_argument("--evaluate", action="store_true", help="every fifth step")
+    parser.add_argument("--evaluate", type=int, default=0, help="after so many steps each")
     parser.add_argument("--fileroot", type=Path, default=Path("runs/seeds"))
     args = parser.parse_args()
     name = load(["--config", args.config])[0].experiment_name
@@ -107,7 +107,7 @@ def main() -> None:
     times = []
     for seed in args.seeds:
         folder = args.fileroot / name / f"seed{seed}"
-        train(args.config, seed, folder, args.fileroot, 5 * args.evaluate)
+        train(args.config, seed, folder, args.fileroot, args.evaluate)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         times.append(seconds_to(lines, args.goal))
         found = [f"{line['eval_success']:.2f}" for line in lines if "eval_success" in line]

@@ -41,7 +41,7 @@ from inference.io_struct import ModelResponse, parse_segment, probe
 from training.ranks import share as share_with_ranks
 
 # The largest rounding error of a log-probability, in nats.
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}
+ROUNDING = {"float32": 1e-3, "bfloat16": 1.0}
 SOLVED = 0.9  # from this success on, advantages of 0 and a low entropy are normal
 BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
