@@ -268,8 +268,9 @@ def draw_timelines() -> str:
 def compared(fast: dict[str, Any], slow: dict[str, Any]) -> str:
     """Say in one sentence what the asynchronous run gained."""
     return (
-        f"asynchronous: {slow['seconds'] / fast['seconds']:.2f} times as fast, success"
-        f" {fast['success']:.2f} and {slow['success']:.2f}; the trainer waited"
+        f"asynchronous: {slow['seconds'] / fast['seconds']:.2f} times as fast, success on held-out"
+        f" problems {fast['held_out']['eval_success']:.2f} and"
+        f" {slow['held_out']['eval_success']:.2f}; the trainer waited"
         f" {fast['waiting']:.0%} of the time instead of {slow['waiting']:.0%}"
     )
 
@@ -309,7 +310,7 @@ def draw_compare(data: dict[str, Any]) -> str:
         path = "M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v in points)
         look = "" if name == "asynchronous" else ' stroke-dasharray="5 4"'
         parts.append(f'<path d="{path}" fill="none" stroke="#818b98" stroke-width="3"{look}/>')
-        at = y(points[-1][1]) + (4 if name == "synchronous" else -6)
+        at = y(points[-1][1]) + (4 if name == "synchronous" else 22)
         parts.append(text(x(points[-1][0]) + 6, at, name, "small"))
     title = "Asynchronous and synchronous training of a pretrained model on the same problems"
     return svg(640, floor + 30, title, parts)
