@@ -6,8 +6,8 @@
 
 Runs that exist (runs/seeds/<experiment>/seed<k>) are not repeated. `first` is the success in step
 1, before any training, and `last five` the mean of the last five steps. `seconds` are those of
-training: waiting, learning and updating the servers. `seconds to goal` is their number until the
-mean success of five successive steps reaches --goal; the last line has its median and its maximum.
+training: waiting, learning and updating the servers. `seconds to goal` counts them until the
+mean success of five successive steps reaches --goal; the last line has the median and the maximum.
 `load` is the machine's one-minute load average at the start: above 2, a machine with two cores was
 busy with something else. With --evaluate N, `held out` is the success on the validation prompts
 after every N steps, and the goal is reached when this reaches it.
@@ -51,12 +51,10 @@ def seconds_to(lines: list[dict], goal: float) -> float:
     """Return the seconds of training until the success on validation prompts, or without
     evaluations the mean success of five successive steps, reaches `goal`. Return infinity if it
     does not."""
-    for k, line in enumerate(lines, 1):
-        last = mean(one["success"] for one in lines[k - 5 : k]) if k >= 5 else 0.0
-        found = any("eval_success" in one for one in lines)
-        if (line.get("eval_success", 0.0) if found else last) >= goal:
-            return seconds(lines[:k])
-    return math.inf
+    found = {k: line["eval_success"] for k, line in enumerate(lines, 1) if "eval_success" in line}
+    ends = range(5, len(lines) + 1)
+    found = found or {k: mean(line["success"] for line in lines[k - 5 : k]) for k in ends}
+    return next((seconds(lines[:k]) for k, success in found.items() if success >= goal), math.inf)
 
 
 def row(seed: int, folder: Path, lines: list[dict], reached: float) -> str:

@@ -5,8 +5,7 @@ its softmax and its gradient are as large. But training needs only two numbers p
 
 Given its hidden state, a token's logits do not depend on other tokens. So the last layer takes one
 chunk of tokens after another, keeps the two numbers and forgets the logits; the backward pass
-computes them again.
-With hidden state h, last layer W, temperature tau and the sampled token id:
+computes them again. With hidden state h, last layer W, temperature tau and the sampled token id:
 
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j

@@ -189,7 +189,7 @@ class Model:
         self.device = torch.device(device)
         exact = self.device.type == "cpu" and dtype == "float32"
         self.chunk = MOST if exact else PREFILL  # most tokens of a prompt in one step, with padding
-        self.shares = self.device.type == "cpu" and not exact
+        self.shares = self.device.type == "cpu" and not exact  # whether shared keys are read once
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]

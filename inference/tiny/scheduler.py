@@ -106,9 +106,13 @@ class Scheduler:
             return False
         first, feeds = self._choose()
         batch = self.slots[first : first + len(feeds)]
-        known = [one.tokens[: one.cached] for one in batch]
-        shared = common(min(known), max(known))  # what begins the least and the greatest begins all
-        logits = self.model.step(feeds, list(map(len, known)), first, shared)
+        shared = 0
+        if (
+            self.model.shares
+        ):  # all texts begin with what the first and last in order have in common
+            known = [one.tokens[: one.cached] for one in batch]
+            shared = common(min(known), max(known))
+        logits = self.model.step(feeds, [one.cached for one in batch], first, shared)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
             one.cached += len(feed)

@@ -131,8 +131,8 @@ def test_a_row_that_is_too_long_is_a_tree_of_its_own() -> None:
 @pytest.mark.parametrize("heads", [4, 6])
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
     """This holds if several heads share keys, and in trees of many blocks."""
-    [tree] = build_trees(make_rows(3, 10, longest=3 * BLOCK), 10**6)
-    assert size(tree) > 3 * BLOCK
+    [tree] = build_trees(make_rows(3, 10, longest=5 * BLOCK), 10**6)
+    assert size(tree) > 4 * BLOCK
     N, g = size(tree), torch.Generator().manual_seed(0)
     made = [torch.randn(1, n, N, 16, generator=g, dtype=torch.float64) for n in (heads, 2, 2)]
     results = []
@@ -158,8 +158,9 @@ def test_a_gpu_gets_the_same_mask() -> None:
     q, mask = torch.arange(size(tree)), block_mask(tree.inputs["subtree_end"])
     zero: Any = torch.zeros((), dtype=torch.int64)
     assert mask.mask_mod(zero, zero, q[:, None], q).equal(dense_mask(tree))
-    parts = F.pad(dense_mask(tree), (0, -len(q) % 128, 0, -len(q) % 128))
-    some = parts.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).any(3).any(1)
+    b, _ = mask.BLOCK_SIZE
+    parts = F.pad(dense_mask(tree), (0, -len(q) % b, 0, -len(q) % b))
+    some = parts.unflatten(0, (-1, b)).unflatten(2, (-1, b)).any(3).any(1)
     assert mask.to_dense()[0, 0].bool().equal(some)
 
 

@@ -252,7 +252,7 @@ EVENTS = SUBMIT | st.tuples(st.just("abort"), st.integers(0, 12)) | OTHER
 class Play:
     """A scheduler under random events, and a model whose next token is the token's position."""
 
-    chunk, eos = 2, frozenset[int]()
+    chunk, shares, eos = 2, True, frozenset[int]()
 
     def __init__(self) -> None:
         self.kv: list[list[tuple[int, str]]] = [[] for _ in range(3)]  # per slot (token, version)
@@ -354,7 +354,7 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
 ) -> None:
     """The text ends at the token that completes it, even inside a split character."""
     text = before + stops[0] + after
-    left, model = iter(tiny_tokenizer.encode(text)), SimpleNamespace(chunk=99, eos=())
+    left, model = iter(tiny_tokenizer.encode(text)), SimpleNamespace(chunk=99, eos=(), shares=False)
     model.fit = model.resize = lambda longest: (9999, 1)
     model.step = lambda *_: only([next(left)])
     scheduler = Scheduler(model, "0", tiny_tokenizer.decode)
