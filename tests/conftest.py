@@ -141,9 +141,9 @@ def two_free_ports() -> int:
             return port
 
 
-def idle_connections(transport: Any) -> int:
-    """How many idle connections a transport of `make_transport` keeps open."""
-    return sum(map(len, transport.client.connector._conns.values()))
+def connections_in_use(transport: Any) -> int:
+    """How many connections of an SDK's aiohttp transport still belong to a request."""
+    return len(transport.client.connector._acquired)
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:

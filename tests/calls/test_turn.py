@@ -13,7 +13,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from conftest import idle_connections
+from conftest import connections_in_use
 from harness import HELLO, Connection, Harness, reply_message, sdk, tool
 
 from calls.client import OpenAIProxyClient, sdk_http
@@ -234,5 +234,7 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
         else:
             pytest.skip("openai before 3.0 uses httpx, and anthropic refuses its clients")
         for _ in range(3):
-            assert len([event async for event in await create.create(**request)]) >= 3
-        assert idle_connections(http._transport) == 1
+            stream = await create.create(**request)
+            assert connections_in_use(http._transport) == 1
+            assert len([event async for event in stream]) >= 3
+        assert connections_in_use(http._transport) == 0
