@@ -56,6 +56,7 @@ SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"|\bnew conversation topic\b|^(quota|warmup)$",
     re.IGNORECASE | re.DOTALL,
 )
+SIDE_LENGTH = 2000  # such clients say what they want in the first characters
 
 
 def finite(reward: Any) -> float:
@@ -318,7 +319,8 @@ class InteractionCache(dict[str, Interaction]):
 
 
 def looks_like_side(call: Interaction) -> bool:
-    return not (call.tools or call.parent) and bool(SIDE.search(call.messages[0]["content"]))
+    text = call.messages[0]["content"]
+    return not (call.tools or call.parent) and bool(SIDE.search(text, 0, SIDE_LENGTH))
 
 
 def parent_list(call: Interaction) -> list[Interaction]:

@@ -55,5 +55,6 @@ class Session:
     def end(self) -> None:
         """Refuse new calls, and stop the running ones."""
         self.ended = True
+        self.turns.clear()  # they refer to the session, which would wait for the garbage collector
         for turn in self.running:
             turn.fail()

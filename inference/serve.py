@@ -6,6 +6,7 @@ checks the parent's id every half second; a pipe would stay open in children tha
 """
 
 import contextlib
+import gc
 import os
 import resource
 import secrets
@@ -67,6 +68,8 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     )
     server = uvicorn.Server(config)
     raise_open_files()
+    # A collection of old objects would visit every token of every session, in up to a second.
+    gc.set_threshold(gc.get_threshold()[0], 10, 10**9)
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))
     with contextlib.suppress(KeyboardInterrupt):

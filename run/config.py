@@ -50,6 +50,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
 Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Class or FILE.jsonl
 
@@ -140,8 +141,8 @@ class OptimizerConfig(Keys):
 
     lr: NonNegative = 1e-5
     """largest learning rate"""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """decay of AdamW's average of squared gradients"""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """decay of AdamW's averages of gradients, and of their squares"""
     weight_decay: NonNegative = 0.01
     """AdamW's weight decay"""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
@@ -220,6 +221,8 @@ class TrainDatasetConfig(DatasetConfig):
 
     batch_size: Count = 8
     """prompt groups in a step (B)"""
+    shuffle: bool = True
+    """draw the prompts in a random order; false: in theirs"""
 
 
 class EvaluatorConfig(Keys):

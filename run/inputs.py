@@ -143,8 +143,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Return a loader of prompts in batches. The order depends only on the seed, so a restarted run
-    draws the same prompts."""
+    """Return a loader of prompts in batches. The order depends only on the seed, if at all, so a
+    restarted run draws the same prompts."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -152,7 +152,7 @@ def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
     return DataLoader(
         dataset * -(-keys.batch_size // len(dataset)),  # type: ignore[arg-type]
         batch_size=keys.batch_size,
-        shuffle=True,
+        shuffle=keys.shuffle,
         generator=torch.Generator().manual_seed(config.seed),
         drop_last=True,
         collate_fn=list,

@@ -181,18 +181,18 @@ def success(reward: float) -> bool:
 
 # ---------------------------------------------------------------- the problems
 
-TRAINED = [
+TRAINED = [  # the operations take turns, so each batch has equally many problems of each
     "Ann has {a} coins and Ben has {b} coins. How many coins do they have together? +",
-    "A train has {a} passengers, and {b} more get on. How many passengers are there now? +",
-    "A farmer has {a} cows and buys {b} more. How many cows does he have now? +",
-    "There are {a} red and {b} blue balls. How many balls are there in total? +",
     "Ann had {a} coins and gave away {b}. How many coins does she have left? -",
-    "A tree has {a} apples, and {b} fall down. How many apples are still on the tree? -",
-    "A shop had {a} cakes and sold {b}. How many cakes are left? -",
-    "A book has {a} pages. Mia has read {b}. How many pages are left to read? -",
     "A box holds {a} eggs. How many eggs do {b} boxes hold? *",
+    "A train has {a} passengers, and {b} more get on. How many passengers are there now? +",
+    "A tree has {a} apples, and {b} fall down. How many apples are still on the tree? -",
     "One ticket costs {a} dollars. How much do {b} tickets cost? *",
+    "A farmer has {a} cows and buys {b} more. How many cows does he have now? +",
+    "A shop had {a} cakes and sold {b}. How many cakes are left? -",
     "A bus has {a} seats. How many seats do {b} buses have? *",
+    "There are {a} red and {b} blue balls. How many balls are there in total? +",
+    "A book has {a} pages. Mia has read {b}. How many pages are left to read? -",
     "Sam runs {a} miles every day. How many miles does he run in {b} days? *",
 ]
 HELD_OUT = [

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -387,14 +388,17 @@ async def test_a_session_has_a_bound(
 
 
 async def test_an_export_is_written_and_forgotten_row_by_row(start: Start) -> None:
-    """So the largest session's export neither holds the others nor needs its memory twice."""
+    """So the largest session's export neither holds the others nor needs its memory twice. The
+    session itself is freed at once, without a collection of garbage."""
     harness = start()
     session = await harness.start()
     ids = [(await harness.chat(session, HELLO))["id"] for _ in range(3)]
     await harness.post(f"/{session}/rl/end_session")
+    forgotten = weakref.ref(harness.proxy.sessions[session])
     rows = harness.proxy.export_trajectories({"session_id": session})
     pieces = [(piece, len(rows)) async for piece in write_rows(rows)]
     assert [left for _, left in pieces] == [3, 2, 1, 0, 0]
+    assert forgotten() is None
     assert [*orjson.loads(b"".join(piece for piece, _ in pieces))["interactions"]] == ids
 
 

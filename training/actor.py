@@ -220,7 +220,7 @@ class FSDPPPOActor(FSDPEngine):
         vectors = [p for p in learning if p.dim() <= 1]  # norms and biases
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         keys: Any = {"weight_decay": o.weight_decay, "fused": True}
-        self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), **keys)
+        self.optimizer = torch.optim.AdamW(groups, o.lr, o.betas, **keys)
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
         """The output of a frozen layer, which is always the same for a piece. So the frozen layers

@@ -86,6 +86,7 @@ def test_the_order_of_the_data_is_the_seeds() -> None:
 
     assert drawn() == drawn()
     assert drawn() != drawn("seed=2")
+    assert drawn("train_dataset.shuffle=false") == [[0, 1, 2, 3, 4, 0, 1]]
     assert {len(batch) for batch in drawn()} == {7}
 
 
