@@ -18,7 +18,7 @@ messages copy whole: a summary that replaces a history, or a sub-agent's report 
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 without any)
 
-For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
+Three successive turns with rewards 0, 0, 1 and gamma = 0.5 get 0.25, 0.5, 1.
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
 agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
@@ -117,7 +117,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def completion(self) -> Any:
-        """Return the reply as an object of OpenAI's SDK, or None if another API made it."""
+        """Return the reply as an object of OpenAI's SDK, or None if it is Anthropic's."""
         from openai.types import chat, responses  # slow to import
 
         kinds: Any = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
@@ -161,8 +161,8 @@ EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "rewar
 
 
 def extend(digest: int, message: Message) -> int:
-    """Return a conversation's digest after `message`; it begins as 0. Python's hash of bytes has
-    64 bits, and a key of its own in each process."""
+    """Add `message` to a conversation's digest, which begins as 0. Collisions are unlikely:
+    Python's hash has 64 bits and a key per process."""
     return hash((digest, canonical(message)))
 
 
@@ -180,7 +180,7 @@ class InteractionCache(dict[str, Interaction]):
     def enter(
         self, interaction_id: str, interaction: Interaction, named: Iterable[str] = ()
     ) -> Interaction:
-        """Add a call that names calls which it reads, and find its parent. Raises Refusal."""
+        """Add a call, and find its parent and what else it reads. Raises Refusal."""
         interaction.named = [self.find(name, "x-pocket-areal-reads") for name in named]
         parent, interaction.digest = self.find_parent(interaction.messages)
         shared = parent.conversation if parent else []
@@ -196,8 +196,8 @@ class InteractionCache(dict[str, Interaction]):
         return interaction
 
     def _link(self, call: Interaction, new: list[Message]) -> None:
-        """Set what `call` reads: its parent, the calls that it names, and the answers that its new
-        messages copy and that no call continues. If one of these leads to another, it is left out.
+        """Set what `call` reads: its parent, the calls that it names, and the leaves whose answers
+        its new messages copy. A call that another of these has read is left out.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
@@ -271,8 +271,8 @@ class InteractionCache(dict[str, Interaction]):
         self.set_reward(None, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0, links: bool = True) -> None:
-        """Replace every reward r(i) by the final R(i), along all links or only along continued
-        conversations and named calls. Raises RuntimeError the second time."""
+        """Replace every reward r(i) by the final R(i). Without `links`, only parents and named
+        calls count as read. Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = finite(turn_discount)
@@ -298,8 +298,8 @@ class InteractionCache(dict[str, Interaction]):
                     below[read].append(final)
 
     def _is_side(self, call: Interaction) -> bool:
-        """Whether a finished call is a side conversation. Only its first message counts: a call
-        with tools or a parent is none, and then no other call that begins like it is one."""
+        """Whether a finished call is a side conversation. Only its first message counts: if any
+        call that begins with it has tools or a parent, no such call is one."""
         return bool(self._openings) and call.opening not in self._openings
 
     def mark_side_conversations(self) -> None:
@@ -328,7 +328,7 @@ def parent_list(call: Interaction) -> list[Interaction]:
 
 
 def newest(calls: list[Interaction]) -> list[Interaction]:
-    """Return the calls from which no other of them leads on."""
+    """Leave out the calls that others among them have read."""
     above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
     return [x for x in dict.fromkeys(calls) if x not in above]
 
@@ -350,7 +350,7 @@ def is_left_out(turn: Interaction) -> bool:
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return a copy of each leaf. Its `row_turns` are pairs (turn, whether this row trains it); if
     rows share a turn, the first one trains it. Its `parent` is the row that trains the parent of
-    the first turn that it trains."""
+    its first trained turn."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

@@ -102,7 +102,7 @@ class RemoteInfEngine:
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Generate one completion, across any number of weight updates.
 
-        Raises EngineError with status 400 for a wrong request, 502 or 503 if the last retry failed.
+        Raises EngineError: status 400 for a wrong request, 502 or 503 if the last retry failed.
         """
         # 1. The completion collects the tokens of all segments.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
@@ -136,7 +136,7 @@ class RemoteInfEngine:
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Get the next segment from the group's server. If the server fails, ask the next one."""
+        """Ask the group's preferred server for the next segment. If it fails, ask the next."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -184,8 +184,8 @@ class RemoteInfEngine:
     # ---- control, in the trainer's thread
 
     def initialize(self, *_: Any, **__: Any) -> None:
-        """Read the servers' limits, and ask each server for one token. Raises EngineError if an
-        answer lacks logprobs or a numeric version. AReaL's arguments are ignored."""
+        """Read the servers' limits, and test each with one token. Raises EngineError if an answer
+        lacks logprobs or a numeric version. AReaL's arguments are ignored."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
@@ -195,8 +195,7 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def take_over(self) -> None:
-        """Prepare servers that a killed run may have left paused or in an update: let them
-        continue, abort their requests, and set their version to 0."""
+        """Reset servers that a killed run may have left paused, generating or in an update."""
         self.servers.post_all("/continue_generation", {})
         with contextlib.suppress(EngineError):  # no update is open
             self.servers.post_all("/end_weight_update", {})

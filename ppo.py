@@ -7,25 +7,25 @@
 
 Standard PPO has one old policy instead of two: it clips around the policy that sampled. With stale
 data that policy is several versions old, so the clip would keep the new policy near an old one.
-Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around the newest policy, pi_prox, and the
-weight w, which has no gradient, corrects for the policy that sampled. Where data is fresh, pi_prox
-is pi_behav, w is 1, and J is the objective of standard PPO.
+Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox, the newest policy. The
+weight w corrects for the policy that sampled, and has no gradient. Where data is fresh, pi_prox is
+pi_behav, w is 1, and J is the objective of standard PPO.
 
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but the mean still counts it. For
-A < 0 the term u A has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
+A token whose w exceeds `behave_imp_weight_cap` counts in the mean, but as 0. For A < 0 the term u A
+has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
-The advantage of a turn with final reward R is A = (R - mean) / std, with mean and std over its
-cell: all turns of the same group that are first turns, or second turns, and so on. All tokens of a
-turn get its A.
+The advantage of a turn with final reward R is A = (R - mean) / std. Mean and std are over its cell:
+the turns of its group with the same number, such as all second turns. All tokens of a turn get its
+A.
 
-The clip does not bound u, because other tokens' gradients also move a clipped token. The cap
-biases the gradient. There is no critic. `actor.loss` and `actor.advantages` may name other
-functions with the same arguments (extras/losses.py, extras/advantages.py).
+The clip does not bound u, because the gradients of other tokens still move it. The cap biases the
+gradient. There is no critic. `actor.loss` and `actor.advantages` may name other functions with the
+same arguments (extras/losses.py, extras/advantages.py).
 
-Shapes: a batch has B rows (in staleness.py, B counts groups) and T columns, N trained turns and M
+Shapes: a batch has B rows (in staleness.py, B counts groups), T columns, N trained turns and M
 trained tokens.
 """
 

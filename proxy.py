@@ -113,7 +113,7 @@ class Proxy:
         return self.sessions[session_id]
 
     def session_of(self, request: Request) -> Session:
-        """Return the session whose id is in the path, or else is the API key."""
+        """Return the session named by the path, or else by the API key."""
         if "upgrade" in request.headers:  # the server would not read the body
             raise Refusal("Upgrade: only HTTP/1.1 is spoken here; in Java, Version.HTTP_1_1")
         session_id = request.path_params.get("session_id") or bearer(request)
@@ -235,7 +235,7 @@ class Proxy:
 
 
 async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:
-    """Write and forget one row after another. All of a session's may be a gigabyte of JSON."""
+    """Write and forget one row after another, since all rows may be a gigabyte of JSON."""
     yield b'{"interactions":{'
     for i, key in enumerate([*rows]):
         yield b"," * (i > 0) + orjson.dumps({key: rows.pop(key).export()})[1:-1]

@@ -1,6 +1,6 @@
 """The staleness gate: how many prompt groups may start, and how old they are when they train.
 
-A rollout starts under one policy version; the same or a later one trains on it. The **lag** of a
+A group starts under one policy version; the same or a later one trains on it. The **lag** of a
 token is the version that trains on it minus the version that generated it. The **age** of a group
 is the lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
 training is synchronous.
@@ -11,9 +11,9 @@ group holds a place, and so does every group accepted since the run began:
     enqueued -> running -> accepted   (holds its place for ever; each version adds B new ones)
                         -> rejected   (gives it back; a failed group is also rejected)
 
-A dropped or withdrawn group gives its place back, too. The gate never deadlocks: the trainer waits
-at version v only while fewer than B accepted groups are left over beside the v B that it consumed.
-If no group runs, at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
+A dropped or withdrawn group gives its place back, too. The gate never deadlocks: if the trainer
+waits at version v and no group runs, the v B consumed groups and at most B - 1 others hold places.
+So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
 **The gate alone bounds nothing.** If steps took the groups that finish first, a slow group would
 grow old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale`
@@ -29,8 +29,8 @@ names the rule by which rollout/dispatcher.py chooses groups:
   version f are not too old. A group whose tokens are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
-The bound presumes that every step consumes B groups and that versions never fall. If not, the age
-check raises StalenessError before a step trains anything too old.
+The bound holds if every step consumes B groups and versions never fall. Otherwise the age check
+raises StalenessError before a step trains anything too old.
 """
 
 from dataclasses import dataclass, field, replace
@@ -87,7 +87,7 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. A group of version None trains no token.
+        """Return whether a group may be consumed now. None means that it has no trained token.
 
         Raises StalenessError for a version that the trainer has not made.
         """
@@ -112,7 +112,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Start an enqueued group. get_capacity must be positive."""
+        """Count a started group. get_capacity must be positive."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:
@@ -132,8 +132,8 @@ class StalenessManager:
         self._stat.failed_members += count
 
     def on_version_recovered(self, version: int) -> None:
-        """Count the version * B groups that the run consumed before a restart; else the gate would
-        admit as many again (AReaL #1388)."""
+        """Count the groups that were consumed before a restart, or the gate would admit too many
+        (AReaL #1388)."""
         self._stat.accepted = version * self.consumer_batch_size
 
     def _move(self, source: str, target: str) -> None:

@@ -25,8 +25,8 @@ synchronous. Versions count from 0 and steps from 1, so step s consumes a batch 
 makes version s. A push interrupts running generations; they go on under the new weights, and every
 token keeps the version of the weights that computed it.
 
-Under torchrun all ranks run this loop on the same batch and share the work (training/actor.py).
-Only rank 0 runs rollouts. Callbacks observe a run (extras/).
+Under torchrun all ranks train on the same batch and share the work (training/actor.py). Only rank 0
+runs rollouts. Callbacks observe a run (extras/).
 """
 
 import sys

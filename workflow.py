@@ -1,7 +1,7 @@
 """A workflow defines what one episode does, and what it returns.
 
-An **episode** is one run of `arun_episode(engine, data)`: it makes rows to train on from one sample
-of the dataset. An episode returns a dict of tensors (rollout/trajectory.py), a dict of an agent's
+An **episode** is one run of `arun_episode(engine, data)`: it turns one sample of the dataset into
+rows to train on. An episode returns a dict of tensors (rollout/trajectory.py), a dict of an agent's
 calls (cache.py), or None, which rejects the sample. An episode that raises has failed.
 
     RLVRWorkflow            one prompt, one answer, and a function that computes its reward
@@ -58,7 +58,7 @@ EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
 class WorkflowContext(NamedTuple):
-    """The running episode, as on AReaL's page "Rollout Workflow"."""
+    """Which episode is running (AReaL's page "Rollout Workflow")."""
 
     is_eval: bool = False
     task_id: int | None = None
@@ -88,7 +88,7 @@ class workflow_context:
 
 
 class RolloutWorkflow:
-    """The interface of a workflow: override `arun_episode`, or its older form."""
+    """Override `arun_episode`, or its older form `_run_one_episode`."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run one episode on one sample."""
@@ -96,7 +96,7 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """The older form of `arun_episode`. A returned tuple begins with the result."""
+        """The older form of `arun_episode`. It may return a tuple (result, ...)."""
         raise NotImplementedError(f"{type(self).__name__} lacks arun_episode(self, engine, data)")
 
 
@@ -105,7 +105,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Make a row of each interaction. `parents` are the parents' rows, -1 for none."""
+    """Make a row of each interaction. `parents` holds the parents' indices, or -1."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -227,7 +227,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 class AgentsClient(openai.DefaultAioHttpClient):
-    """The HTTP client that all agents of an event loop share, so no agent can close it."""
+    """All agents of an event loop share this HTTP client, so its `aclose` does nothing."""
 
     def __init__(self) -> None:
         super().__init__(timeout=None, trust_env=False, **many_connections(sdk_http))
@@ -303,7 +303,7 @@ def resolve_workflow(
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """Make a workflow from a workflow or an agent, or from the class or path of one.
+    """Make a workflow from an agent or a workflow, or from its class or path.
 
     `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
     is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.

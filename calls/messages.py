@@ -157,7 +157,7 @@ def needle(output: list[Message]) -> str:
 
 
 def stands(said: str, text: str) -> bool:
-    """Return whether a squeezed text has the whole answer; a short one needs its own lines."""
+    """Return whether `text` has the whole answer; a short answer needs lines of its own."""
     return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
 
 

@@ -13,16 +13,16 @@ To get the tail, we render a stub, [user "x", assistant SENTINEL], and the new m
 the text after SENTINEL. So an answer stays as it was sampled, even if the template would strip its
 reasoning, and the whole conversation is one sequence to train on.
 
-This is right only if the tail depends on nothing but the new messages. So `PromptBuilder` renders
-two whole conversations at its start, one with results of tools, which some templates write into
-their calls. If they do not end with their tails, such prompts are rendered anew, and so is a turn
-whose tools differ from its parent's. Style concat then begins a new row.
+This is right only if the tail depends on nothing but the new messages. So `PromptBuilder` first
+renders two whole conversations, one with a tool's result, which some templates write into the call.
+If one does not end with its tail, prompts like it are rendered whole, as is a turn whose tools
+differ from its parent's. Style concat then begins a new row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message for two. If a text is still missing, the call is refused.
 
-A tool's result may contain the text of a control token to forge a turn. So these count only where
-the template or an assistant wrote them; elsewhere BREAK parts them into ordinary tokens.
+A tool's result may contain the text of a control token to forge a turn. So control tokens count
+only where the template or an assistant wrote them. BREAK splits up the others.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class PromptBuilder:
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
         """The prompt that continues `turn` with the messages `new`: the turn's prompt and output,
-        and the tail without end marks that the output has already. Raises Refusal."""
+        and the tail without end marks that the output already has. Raises Refusal."""
         said, tail = turn.output_tokens, self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)
@@ -122,7 +122,7 @@ class PromptBuilder:
         raise Refusal(f"messages: the chat template refuses them: {refusals[0]}")
 
     def _disarm(self, messages: list[Message]) -> Iterator[Message]:
-        """Part the control tokens in texts that no assistant wrote."""
+        """Split control tokens in texts that no assistant wrote."""
         for m in messages:
             text = self._control.sub(lambda found: BREAK.join(found[0]), m["content"])
             yield m if m["role"] == "assistant" else m | {"content": text}
@@ -169,7 +169,7 @@ def merge(messages: list[Message]) -> list[Message]:
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """Give every call a message of its own, with its result behind it."""
+    """Give every call a message of its own, with its result after it."""
     single: list[Message] = []
     waiting: list[Message] = []  # calls whose results come later
     for message in messages:
@@ -227,8 +227,7 @@ def read_text(
     keep_special: bool = False,
 ) -> str:
     """Return an answer's text up to its end mark or the first stop string. It begins with
-    `opening`, which is in the prompt. Special tokens are no text, unless calls/tools.py reads
-    them."""
+    `opening`, which is in the prompt. Special tokens are cut, unless calls/tools.py reads them."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     special = {} if keep_special else special_tokens(tokenizer)

@@ -4,11 +4,11 @@ By default the text has the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-The text between the marks is a call if it is JSON that names an offered tool. Its arguments must be
-an object, which may also be called `parameters`, or absent. The JSON is decoded from its beginning,
-so a mark inside one of its strings does not end the call. Everything else stays text, so the agent
-sees a wrong call as the model wrote it. White space is dropped around the reasoning, before a call
-and, if there are calls, at the end.
+The text between the marks is a call if it is JSON that names an offered tool. Its arguments, if
+any, must be an object, and may be called `parameters`. The JSON is decoded from its beginning, so a
+mark inside one of its strings does not end the call. Everything else stays text, so the agent sees
+a wrong call as the model wrote it. White space is dropped around the reasoning, before a call and,
+if there are calls, at the end.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.

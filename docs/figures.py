@@ -316,28 +316,28 @@ def draw_compare(data: dict[str, Any]) -> str:
     return svg(640, floor + 30, title, parts)
 
 
-def read_curves(folder: Path) -> dict[str, list[float]]:
-    """Return the success of each step, by run, of all runs in a folder."""
+def read_curves(folder: Path) -> dict[str, dict[str, float]]:
+    """Return the success on validation prompts by step, by run, of all runs in a folder."""
     files = sorted(folder.glob("*/metrics.jsonl"))
+    lines = {file: map(json.loads, file.read_text().splitlines()) for file in files}
     return {
-        file.parent.name: [json.loads(line)["success"] for line in file.read_text().splitlines()]
+        file.parent.name: {x["step"]: x["eval_success"] for x in lines[file] if "eval_success" in x}
         for file in files
     }
 
 
 def draw_tool(data: dict[str, Any]) -> str:
-    """Draw the success of a pretrained model over the steps: each run, and the mean of all."""
-    curves = list(data["tool"].values())
-    steps = min(map(len, curves))
-    mean = [sum(curve[k] for curve in curves) / len(curves) for k in range(steps)]
+    """Draw the held-out success of a pretrained model over the steps: each run, and the mean."""
+    runs = data["tool"].values()
+    steps = [*next(iter(runs))]
+    curves = [[data["base"], *run.values()] for run in runs]
     names = ["one run", *[""] * (len(curves) - 1)]
-    lines = [(name, "#a8c0d8", False, curve[:steps]) for name, curve in zip(names, curves)]
-    if len(curves) > 1:
-        lines += [(f"mean of {len(curves)}", COLOURS[0], False, mean)]
-    ticks = [str(k + 1) if k % 5 == 4 or k == 0 else "" for k in range(steps)]
+    lines = [(name, "#a8c0d8", False, curve) for name, curve in zip(names, curves)]
+    mean = [sum(column) / len(curves) for column in zip(*curves, strict=True)]
+    lines.append((f"mean of {len(curves)}", COLOURS[0], False, mean))
     title = "SmolLM2-135M learns to call a calculator"
     return draw_chart(
-        title, ticks, lines, 1.0, "training step", "success of the episodes of a step"
+        title, ["0", *steps], lines, 1.0, "training step", "success on held-out problems"
     )
 
 

@@ -10,8 +10,8 @@ and calls its methods on every rank; each method is optional:
 
 Other files plug into the engine's hooks, or hold functions that a key names.
 
-The helpers below read and write a run's folder for display. To never stop training, they skip what
-cannot be read or written.
+The helpers below read and write a run's folder for display. They skip what cannot be read or
+written, so training goes on.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The doctor looks at a run after each step, and names what is wrong, why, and what to do.
 
 A rule of RULES measures the last lines of metrics.jsonl, and fires if the result is NaN or above a
-limit. For example, if kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps, the median 0.3 is
-above 0.2, so the rule `kl` fires: the doctor prints the cause and the remedy, once in a run.
+limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The median 0.3 is above
+0.2, so the rule `kl` fires. The doctor prints the cause and the remedy, once in a run.
 
 The doctor adds four metrics. One tells whether the advantages teach anything, and one whether they
 belong to their groups. The other two tell whether a server has missed an update: after each update
@@ -333,8 +333,8 @@ class Canary:
     has the same bits as before, which reveals it.
 
     The trainer does not wait for a busy server. It scores the previous answer with the new weights.
-    One step later, when the new answer has come, the trainer compares its scores with the new
-    answer's, up to the first token that differs.
+    One step later, when the new answer has come, the trainer compares its scores with the server's,
+    up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -375,8 +375,8 @@ class Canary:
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
     def finish(self) -> dict[str, float]:
-        """Metrics of the last update; {} if an answer is missing, or none came before it. All ranks
-        call this."""
+        """Metrics of the last update; {} if an answer is missing or is the first. All ranks call
+        this."""
         now: list[ModelResponse] = []
         if self.asked is not None:
             with suppress(EngineError):
@@ -432,9 +432,9 @@ def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None
 
     On a starved machine every call takes long, and the code that happens to run is innocent. So we
     must see the same call at every look, for `seconds`. The time is counted in looks, because a
-    starved process cannot look either. Meanwhile the thread must have slept inside the call (less
-    than a tenth of the time on a core) or computed for half of `seconds`. A thread between the two
-    is waiting for a core.
+    starved process cannot look either. Meanwhile the thread must have slept (computed for less than
+    a tenth of the time) or computed for half of `seconds`. A thread between the two is waiting for
+    a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)

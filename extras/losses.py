@@ -1,8 +1,8 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-A variant changes the arguments of another loss and then calls that: GSPO passes another u,
-truncation another w. By default the other loss is ppo.py's, but `base` may be another variant, so
-variants can be combined in a module of your own:
+A variant calls another loss with changed arguments: GSPO passes another u, truncation another w. By
+default the other loss is ppo.py's, but `base` may be another variant, so variants can be combined
+in a module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
@@ -170,7 +170,7 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Every token gets a weight of its row. The geometric mean of w (how="mean") stays near 1. The
+    """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1. The
     product ("sum") is exact, but often far from 1 in a long row."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     # log w = 1/n sum_t log w_t, or the sum itself

@@ -6,9 +6,9 @@ A plan starts nothing. It needs no data, no weights and no GPUs, only the config
 run/launch.py chooses the servers and their GPUs, as in a run; this file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
-each in float32. A frozen parameter takes 4, and a reference model adds 4. A step has three phases,
-and each frees its memory before the next begins, so the step adds only the largest. A server keeps
-the weights, and the keys and values of server.max_total_tokens tokens.
+each in float32. A frozen parameter takes 4, and a reference model adds 4. A step has three phases.
+Each frees its memory at its end, so only the largest phase counts. A server keeps the weights, and
+the keys and values of server.max_total_tokens tokens.
 
 Example: to train Qwen2.5-1.5B in bfloat16, one GPU needs 30.6 GiB. The 16 bytes per parameter make
 23.0, a step with gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
@@ -112,9 +112,9 @@ def step_bytes(
 ) -> int:
     """The bytes that a step needs beyond what a rank keeps.
 
-    V is the vocabulary, H the hidden size. A layer has P parameters. Embedding and last layer
-    have R: V H if they are tied, else 2 V H. If layers are frozen, so is the embedding, and then
-    terms of its gradient go, with those of the last layer where they are tied.
+    V is the vocabulary, H the hidden size. A layer has P parameters. Embedding and last layer have
+    R: V H if they are tied, else 2 V H. If layers are frozen, the embedding has no gradient, and
+    neither has a last layer that is tied to it.
     """
     b, tokens, frozen = number_bytes(actor), actor.mb_tokens, actor.frozen_layers
     layers = shape.num_hidden_layers - frozen  # that learn

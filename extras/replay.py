@@ -18,8 +18,8 @@ weights and batch. So the configuration and schedule.jsonl together determine a 
     {"pushed":5}                                                       servers have version 5
 
 A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
-tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started at
-version 2, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on with
+tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started
+then, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on with
 token 58. A replay generates only what a step consumed, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
@@ -83,7 +83,7 @@ def task_of(call: str) -> int | None:
 class Schedule:
     """The facts of a schedule.jsonl, without those that a restart has cancelled.
 
-    A line "run" cancels the steps after its own. A line "start" cancels its task's earlier calls.
+    A line "run" cancels steps after its `step`. A line "start" cancels its task's earlier calls.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -97,7 +97,7 @@ class Schedule:
         self.version = 0  # the newest that was pushed
 
     def read(self) -> Self:
-        """Read the new complete lines. Raises ValueError for a line that is no fact."""
+        """Read the new complete lines. Raises ValueError for an invalid line."""
         with open(self.path, "rb") as file:
             file.seek(self.size)
             lines = file.read().rpartition(b"\n")[0]
@@ -250,7 +250,7 @@ def check(config: Any, folder: str) -> None:
 
 
 class Replay:
-    """The callback that records a run or replays it; then `prepare_batch` makes the batches.
+    """The callback that records a run, or replays it with its own `prepare_batch`.
 
     `replaying` is the folder of the run to repeat, up to step `until`.
     """

@@ -1,4 +1,4 @@
-"""Write report.html, a page that shows one run, or two side by side, without server and network.
+"""Write report.html, which shows one run, or two side by side, and needs no server or network.
 
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
@@ -100,7 +100,7 @@ def read_timeline(records: list[Record]) -> Record:
 
 
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
-    """Sort the phases, and fill each gap of more than 1 ms between 0 and `last` with a new one.
+    """Sort the phases, and fill each gap over 1 ms between 0 and `last` with a new phase.
 
     A gap at the beginning is named "start", around a restart "not running", at the end "stop", and
     between two phases "other". A phase that a kill has cut leaves a gap, too.
@@ -273,7 +273,7 @@ def write_page(folders: list[Path], path: Path) -> None:
 
 
 class Report(Trace):
-    """The callback, which writes the trace and the page."""
+    """The callback that writes the trace and the page."""
 
     seconds, is_first = 0.0, False  # `seconds` were spent on reports
 

@@ -1,10 +1,9 @@
 """Show a live table: the last steps, how far the run is, and what it is doing.
 
-The table needs a terminal that can overwrite its lines; in a file, the run's own line for each step
-stands instead. A narrow terminal shows only the first columns. To save room, a counter has no
-column until it has counted something. One conversation of the batch is printed every
-SAMPLE_INTERVAL steps, and also the run's first side conversation. Control characters are escaped,
-because a model wrote the text.
+The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
+narrow terminal shows only the first columns. To save room, a counter has no column until it has
+counted something. We print a conversation every SAMPLE_INTERVAL steps, and the run's first side
+conversation (cache.py). Control characters are escaped, because a model wrote the text.
 """
 
 import time
@@ -52,8 +51,8 @@ def as_text(metrics: Record, key: str, text: str) -> str:
 class Terminal(Console):
     """A console on which one thread at a time prints a line or refreshes the live display.
 
-    To print, rich computes the display's height and then overwrites it. If another thread changed
-    the display in between, rich would overwrite too many lines or too few.
+    To print, rich computes how high the display is and overwrites it. If another thread changed the
+    display in between, rich would overwrite too many lines or too few.
     """
 
     def __enter__(self) -> Console:
@@ -67,7 +66,7 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Any) -> Live:
-        """Display what `content()` returns, twice a second, under one lock: two could deadlock."""
+        """Display `content()` twice a second, under one lock, because two locks could deadlock."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2)
         live._lock = self._lock
         return live

@@ -7,7 +7,7 @@ phases:
     rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
 
 The executor reports the groups' events as they happen. The phases' lengths come from the step's
-metrics. The phases are laid end to end, and the last one includes the milliseconds between them.
+metrics. They are laid end to end, and the last one gets the rest of the step.
 """
 
 import json

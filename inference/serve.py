@@ -1,8 +1,8 @@
 """Serve a web application, the proxy or the small inference server, from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default, and another address only with a key. To end when its parent does, it
-checks the parent's id every half second; a pipe would stay open in children that an agent forks.
+binds 127.0.0.1 by default, and another address only with a key. To end with its parent, it checks
+the parent's id every half second. A pipe is no use: children that an agent forks keep it open.
 """
 
 import contextlib

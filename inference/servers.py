@@ -5,10 +5,10 @@ All conversations of a prompt group go to one server, which computes the shared 
 request goes to the next one.
 
 A server may have been restarted with its first weights, or may have missed an update. So the
-versions of every answer are checked. No token may be newer than the trainer's version (`limit`).
-And because an update changes all servers before any continues, no token may be older than the
-newest version that was known when the request was sent (`newest`). If an update fails half way, the
-servers report version "7-incomplete", which no engine accepts.
+versions of every answer are checked. No token may be newer than the trainer's version (`limit`). An
+update changes all servers before any continues. So no token may be older than the newest version
+known when the request was sent (`newest`). If an update fails half way, the servers report version
+"7-incomplete", which no engine accepts.
 """
 
 import asyncio

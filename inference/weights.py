@@ -13,9 +13,9 @@ an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang
 
 If an update fails half way, some servers have version 7 and some 6; the label "7-incomplete" stays,
 and the run ends. A folder gets its name only when it is complete. In mode distributed each update
-makes its own group, so servers may come and go between updates. With NCCL, a rank that joins the
-group, broadcasts or leaves waits until all ranks do the same. So a thread sends the servers'
-request meanwhile.
+makes its own group, so servers may come and go between updates. With NCCL, joining the group,
+broadcasting and leaving block until all ranks do the same. So meanwhile a thread asks the servers
+to do so.
 """
 
 import shutil
@@ -164,7 +164,7 @@ def update_from_distributed(
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Make a request to all servers in a thread while the block runs. An error of the request
-    replaces an error of the block, which may be only its consequence."""
+    replaces an error of the block, which it may have caused."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:

@@ -16,8 +16,8 @@ KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
 
 
 def many_connections(http: Any = httpx) -> dict[str, Any]:
-    """Give every request in flight its own connection. `http` is httpx or the module that the
-    openai SDK uses instead."""
+    """Return a client's options. `http` is httpx, or the module that the openai SDK uses
+    instead."""
     return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)}
 
 

@@ -2,10 +2,10 @@
 
 A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
 run as the staleness gate allows. `DispatchState` makes all decisions, without a clock, thread or
-lock. So the simulator can take the same decisions in virtual time, and the exploration can try
-every order of events (docs/results.md). `BatchTaskDispatcher` carries the decisions out in one
-event loop, where hundreds of episodes wait for tokens at the same time. Only this loop changes the
-state; the trainer's thread hands in work and waits.
+lock. So bench/simulate.py can take the same decisions in virtual time, and tests/explore can try
+every order of events. `BatchTaskDispatcher` carries the decisions out in one event loop, where
+hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
+trainer's thread hands in work and waits.
 
 Instead of AReaL's two polling threads, `_produce` starts tasks when the gate may have opened, and
 `_run` records how a task ended.
@@ -65,7 +65,7 @@ class DispatchState:
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
-        """Return the `count` groups to consume next by task id, or {} if one is unfinished."""
+        """Return {task id: group} for the next `count` groups, or {} if one is unfinished."""
         finished = ((i, data) for i, data in self.order.items() if data is not None)
         chosen = self.order.items() if self.stale == "wait" else finished
         batch = {i: data for i, data in islice(chosen, count) if data is not None}
@@ -148,7 +148,7 @@ class DispatchState:
         return [*batch.values()]
 
     def take_task(self, task_id: int) -> list[Any]:
-        """Return [result] of a finished task, [None] of a rejected one, [] of others.
+        """Return [result] for a finished task, [None] for a rejected one, else [].
 
         A second call for the same id raises KeyError, as for an unknown one.
         """
@@ -227,8 +227,7 @@ class BatchTaskDispatcher:
         self.change(self.state.may_start)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the loop, start what may start then, and return the function's
-        result."""
+        """Call a function in the loop, start what the gate admits, and return the result."""
         return self._wait(lambda: [function(*args)])[0]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -11,7 +11,7 @@ group's tensors are completed (trajectory.py), shown to should_accept_fn, and wr
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
 If a workflow returns None or raises, its sample is rejected and another one is drawn. A sample
-keeps the workflow and the arguments of the call that drew it.
+keeps the arguments of the `prepare_batch` call that drew it.
 
 **A restart** draws the samples again from the first, and skips the closed positions, whose samples
 were consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint

@@ -125,9 +125,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. If a key's tensor lacks the dimension L in any
-    trajectory, this key is stacked without padding. Raises ValueError if there is no trajectory, or
-    if keys differ.
+    Tensors [B, L, ...] are padded along L. If any trajectory has a key without the dimension L,
+    that key is stacked unpadded. Raises ValueError if there is no trajectory, or if keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")

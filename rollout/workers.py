@@ -61,8 +61,8 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`. Raises RuntimeError with the type and text of the
-        function's exception, or if the process has ended."""
+        """Return `function(*args, **kwargs)`. If the function raises or the process ends, this
+        raises RuntimeError with the reason."""
         call, loop = pickle.dumps((function, args, kwargs)), asyncio.get_running_loop()
         try:
             answer = await loop.run_in_executor(self._thread, self._exchange, call)
@@ -100,7 +100,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Yield `call` for a process that only the `with` block uses."""
+        """Reserve a process for the `with` block, and yield `call`."""
         async with self._places:
             worker = self._idle.pop() if self._idle else Worker()
             try:

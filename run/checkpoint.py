@@ -1,9 +1,9 @@
 """Save and load the checkpoints of a run.
 
-recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed. If
-no step has consumed a prompt's answers yet, the prompt runs again. So no prompt is skipped, and
-none is trained on twice. A checkpoint gets its name when it is complete. The checkpoint before it
-is kept, because the disk may damage the newest; sums.json has the checksum of every file. On a
+recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed. On
+a restart, a prompt runs again if no step has consumed its answers. So no prompt is skipped, and
+none is trained on twice. A checkpoint gets its name when it is complete. We keep the checkpoint
+before it, because the disk may damage the newest. sums.json has every file's checksum. On a
 restart, run/log.py removes the lines of later steps from metrics.jsonl.
 """
 

@@ -27,7 +27,7 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 def wilson(p: float, n: int) -> tuple[float, float]:
     """The Wilson interval of a share `p` of n samples. With a probability of 95 % it contains the
-    true share, also near 0 and 1, where p +- 1.96 sqrt(p (1 - p) / n) is wrong."""
+    true share, even near 0 and 1, where p +- 1.96 sqrt(p (1 - p) / n) is wrong."""
     # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))

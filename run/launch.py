@@ -1,8 +1,8 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
 Each process has its own session, so Ctrl-C reaches only train.py, which then ends the processes. A
-process ends by itself when its parent is gone, even after `kill -9`. Keys are in the environment,
-which other users cannot read; but SGLang's key is on its command line.
+process ends by itself when its parent is gone, even after `kill -9`. API keys are in the
+environment, which other users cannot read. But SGLang's is on its command line.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are
@@ -190,8 +190,8 @@ SGLANG_VARIABLES = {
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy of these servers, which must answer before it starts. `hooks` is {class path:
-    arguments} of the engine's hooks, or {}."""
+    """The proxy of these servers; start it when they answer. `hooks` is {class path: arguments} of
+    the engine's hooks, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]
     words += ["--hooks", json.dumps(hooks)]

@@ -10,13 +10,13 @@ The library `gguf` (extra `llm`) reads the file and turns the 4 bits into number
 left to do here:
 
 1. llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head. Hugging Face rotates the
-   elements i and i + d/2. So the rows of W_q and W_k are put back into the old order.
-2. The file does not say how texts are cut before they are merged into tokens: this model reads
-   every digit by itself, and a number that is cut otherwise would look strange to it.
+   elements i and i + d/2. So we put the rows of W_q and W_k into that order.
+2. The file does not say how a text is cut into pieces before they are merged into tokens. This
+   model reads every digit by itself, so we cut numbers into digits.
 3. The chat template of the file knows no tools. The one below has the form of Hermes and Qwen. It
-   describes the tools only to a conversation without calls: this small model does not understand
-   descriptions, and where it can imitate an earlier call, they make it worse. The
-   model's default system prompt is left out, too.
+   describes the tools only in a conversation without calls: this small model does not understand
+   descriptions, and where it can imitate an earlier call, they make it worse. The model's default
+   system prompt is left out, too.
 """
 
 import hashlib

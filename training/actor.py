@@ -137,7 +137,7 @@ class FSDPEngine:
         return self.gather(batch, pieces, "logp")
 
     def gather(self, batch: Batch, pieces: list[Piece], key: str) -> Tensor:
-        """Collect the values `key` of all ranks' pieces in one tensor (B, T)."""
+        """Collect tokens[key] of all ranks' pieces in one tensor (B, T)."""
         whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (B, T)
         for tokens in (piece.tokens for piece in pieces):
             whole[tokens["row"], tokens["column"]] = tokens[key]
@@ -146,7 +146,7 @@ class FSDPEngine:
 
     def forward(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Run a piece, and return the log-probabilities (N,) of its trained tokens and the
-        entropies (N,) of the distributions that they were sampled from."""
+        entropies (N,) of their distributions."""
         tokens = piece.tokens
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
         """The output of a frozen layer, which is always the same for a piece. So the frozen layers
-        run once, and later passes over the piece begin with the output of the last one."""
+        run once per piece; later passes begin with the last frozen layer's output."""
         if self.inputs in self.states:
             return self.states[self.inputs]
         out = forward(*args, **keys)
@@ -247,8 +247,8 @@ class FSDPPPOActor(FSDPEngine):
         return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
-        """The batch's keys of log pi_prox and log pi_behav. In standard PPO both name the
-        one old policy. loglinear guesses pi_prox later, so the first key is a placeholder then."""
+        """The batch's keys of log pi_prox and log pi_behav. Standard PPO has one old policy, so
+        they are equal. loglinear guesses pi_prox later, so the first is a placeholder."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"
@@ -275,8 +275,8 @@ class FSDPPPOActor(FSDPEngine):
             start_logp (B, T)     without prox_logp: log pi_theta before any optimizer step, for
                                   the first mini-batch; 0 elsewhere
 
-        Raises ValueError if nothing is trained, and FloatingPointError if a loss or gradient is not
-        finite, before the optimizer uses it.
+        Raises ValueError if nothing is trained, and FloatingPointError before an optimizer step
+        whose loss or gradient is not finite.
         """
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []

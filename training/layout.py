@@ -13,10 +13,9 @@ through the model alone; layouts differ in time and memory only.
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
 hidden states; packed they have 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
 
-Packed rows need an attention function of their own, because nothing else keeps them apart: kernels
-that ignore position_ids let rows see each other and raise no error, and a dense mask would need t^2
-numbers. The function has only full attention, so models with sliding windows, convolutions or
-recurrent states get padded rows.
+Packed rows need an attention function of their own. Kernels that ignore position_ids let rows see
+each other and raise no error, and a dense mask would need t^2 numbers. The function has only full
+attention, so models with sliding windows, convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -50,8 +49,8 @@ class Piece(NamedTuple):
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Make a piece of `rows`. `states` (R, t) are the indices of their tokens' hidden states; the
-    state of a token predicts the next one. rows["row"] are the rows' indices in the batch."""
+    """Make a piece of `rows`. `states` (R, t) are the indices of the rows' hidden states; a token's
+    state predicts the next token. rows["row"] are the rows' indices in the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {key: x[row, before + 1] for key, x in rows.items() if x.dim() == 2}
     tokens |= {"row": rows["row"][row], "column": before + 1}
@@ -91,7 +90,7 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     """Choose the layout for a model; the kernel for packed rows needs bfloat16. Raises ValueError
-    for a model that we would train wrongly, but without an error."""
+    for a model that we would silently train wrongly."""
     shape, head = model.config.get_text_config(), model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}

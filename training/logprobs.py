@@ -34,8 +34,8 @@ def chunks(weight: Tensor, *things: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(c, D), (V, D) -> (c, V) float32. A GPU multiplies bfloat16 numbers and adds them in float32,
-    as SGLang does with --enable-fp32-lm-head."""
+    """(c, D), (V, D) -> (c, V) float32. A GPU adds the products of bfloat16 numbers in float32, as
+    SGLang does with --enable-fp32-lm-head."""
     if hidden.is_cuda and weight.dtype == torch.bfloat16:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).float()
@@ -107,7 +107,7 @@ def token_logprobs(
 
 def add_read_hidden(model: Any) -> None:
     """Give a model the method read_hidden(read, **inputs). It runs all layers but the last, and
-    returns read(hidden, weight): the hidden states (b, t, D) and the last layer's weight (V, D).
+    returns what `read` makes of the hidden states (b, t, D) and the last layer's weight (V, D).
     FSDP gathers the parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:

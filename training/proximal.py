@@ -8,10 +8,10 @@ is roughly version v + f:
     alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
-Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token alpha is 0, and
-the guess is pi_behav, which is pi_prox. In the first mini-batch alpha of a stale token is 1, and
-the guess is pi_theta, which is still pi_prox. All other guesses are approximate. For large lags
-alpha is near 1, so the clip hardly acts (docs/staleness.md). No gradient flows through the guess.
+Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token (v_b = v) alpha is
+0: the guess is pi_behav = pi_prox. In the first mini-batch a stale token has alpha 1, and the guess
+is pi_theta, which is still pi_prox. All others are approximate. For large lags they are near
+pi_theta, so the clip hardly acts (docs/staleness.md). No gradient flows through the guess.
 """
 
 import torch

@@ -18,10 +18,10 @@ before it, and the list of added tokens is the tree, depth first. The rows [a b 
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Queries attend in blocks of 256, to keys that at least one of them may see. On a GPU, FlexAttention
-does this in one kernel, 6.7 times as fast (docs/gpu.md), if there is more than one block in
-bfloat16. Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different
-mini-batches never share a tree.
+Each block of 256 queries reads only the keys that any of them may see. On a GPU in bfloat16,
+FlexAttention does this in one kernel, 6.7 times as fast (docs/gpu.md), for more than one block.
+Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different mini-batches
+never share a tree.
 """
 
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
 
 
 def cut_trees(batch: Batch, mb_tokens: int, shares: bool) -> Iterator[Piece]:
-    """Pieces that are trees, or with shares=False packed rows."""
+    """Pieces that are trees, or packed rows if shares=False."""
     padding = ~batch["attention_mask"].bool()
     for tree in build_trees(batch["input_ids"].masked_fill(padding, -1), mb_tokens, shares):
         yield make_piece(take(batch, tree.rows), tree.states, tree.inputs)

@@ -75,7 +75,7 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 def read_config(folder: str) -> dict[str, Any]:
     """The fields of config.json, of its rope_parameters, and of generation_config.json, which may
-    name more tokens that end a text. Raises ValueError if this pass cannot compute the model."""
+    name more tokens that end a text. Raises ValueError if the model is not supported."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -101,8 +101,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> Tensor:
     """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). Shapes: q (rows, columns, heads, d),
-    k and v (rows, groups, keys, d), mask (rows, 1, columns, keys). The first n_shared keys are
-    those of every row."""
+    k and v (rows, groups, keys, d), mask (rows, 1, columns, keys). All rows have the same first
+    n_shared keys."""
     if n_shared:
         return attend_apart(q, k, v, mask, n_shared)
     if q.shape[1] > 1 and q.is_cpu:
@@ -121,7 +121,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> 
 
 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tensor:
-    """Return `attend`, reading the n shared keys once instead of once per row.
+    """Compute `attend`, but read the n shared keys once, not once per row.
 
     Let o1 be the output over the shared keys, o2 over a row's own, and z1 and z2 the logarithms of
     their sums of e^(q k' / sqrt(d)). Together
@@ -138,7 +138,7 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tenso
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w, (T, n), in the type of x; a GPU returns its float32 sums of bfloat16 numbers."""
+    """Return x w, (T, n), in the type of x; a GPU does not round its float32 sums to bfloat16."""
     if x.is_cuda and w.dtype == torch.bfloat16:
         return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
     if w.dtype == torch.bfloat16:
@@ -224,7 +224,7 @@ class Model:
     def _fuse(self, files: Mapping[str, Tensor], prefix: str, *names: str) -> Any:
         """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
         The named weights become views of the result, so an update of the weights changes it, too.
-        Return None if this family lacks them."""
+        Return None if the model lacks them."""
         full = [prefix + name for name in names]
         if full[0] not in files:
             return None
@@ -242,8 +242,8 @@ class Model:
     def step(
         self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, n_shared: int = 0
     ) -> Tensor:
-        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens; the
-        first n_shared are the same in all rows. Return the logits (rows, vocab) of each row's next
+        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens; all
+        rows share the first n_shared tokens. Return the logits (rows, vocab) of each row's next
         token."""
         reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
         if self.graphs is None or max(map(len, feeds)) > 1:
@@ -265,8 +265,8 @@ class Model:
         return product(rms_norm(x, self.norm, self.eps), self.head)  # logits = W_head norm(x)
 
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
-        """Return (4, rows, columns) for the tokens of a step: ids, positions, places in the cache,
-        and which of them is its row's last."""
+        """Return (4, rows, columns) for a step's tokens: ids, positions, places in the cache, and
+        the index of each row's last token."""
         # Pad at the end; a prefill has a multiple of 8 columns. All are (rows, columns).
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)
@@ -321,8 +321,7 @@ class Model:
 
     def fit(self, longest: int) -> tuple[int, int]:
         """Return the length of slots that hold `longest` tokens, and how many fit in the cache. The
-        length is one of 64, 128, 192, 512, 640, 1024, 1536, ..., as a slot has room for
-        `key_length`."""
+        length is one of 64, 128, 192, 512, 640, 1024, 1536, ..., because it is a `key_length`."""
         length = min(key_length(round_up_a_little(longest, 64)), self.positions)
         return length, min(self.most_slots, self.positions // length)
 

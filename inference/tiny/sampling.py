@@ -1,11 +1,11 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
-Every draw uses one random number, a hash of (seed of the request, position of the token). So a
-request that is aborted and sent again with its partial output goes on with the same numbers, and no
-neighbour in the batch changes them.
+Every draw uses one random number, a hash of (seed of the request, position of the token). So no
+neighbour in the batch changes it. A request that is aborted and sent again with its partial output
+goes on with the same numbers.
 
-Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k, because
-that is what the trainer can compute. At T = 0 they are those of T = 1.
+Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
+trainer applies none of the three. At T = 0 they are those of T = 1.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
-    """Set to 0 the weights (vocab,) that top_p or top_k excludes. The largest always stays."""
+    """Zero the weights (vocab,) that top_p or top_k excludes. The largest always stays."""
     ranked, order = weights.sort(descending=True)
     excluded = ranked.cumsum(0) - ranked >= (top_p if top_p < 1 else torch.inf)
     excluded[0] = False
@@ -89,7 +89,7 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
     """Return the next token of each sequence, and its logprob. `logits` (n, vocab). On a GPU, only
-    the last line waits for it."""
+    `tolist` waits for it."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
     draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]

@@ -21,8 +21,8 @@ another one runs at least two more, then that one loses a sequence. So as many l
 there are slots delay the others only if each has a session of its own. One that needs more room
 than is left waits, while shorter ones pass.
 
-Every token carries the version of the weights that computed it, and no sequence uses keys of older
-weights: new weights send the running sequences back to the queue.
+Every token carries the version of the weights that computed it. New weights drop all keys and send
+the running sequences back to their queues.
 """
 
 from collections import Counter, defaultdict, deque
@@ -127,9 +127,9 @@ class Scheduler:
     def _choose(self) -> tuple[int, list[list[int]]]:
         """Return the first slot of the step, and what it feeds to this slot and the next ones.
 
-        A decode feeds one token to all from the first to the last that is ready. A prefill begins
-        with the shortest prompt, and adds those in the next slots while they fit; of a long prompt
-        it feeds a piece. After a piece comes a decode, so that a long prompt does not stop the
+        A decode feeds one token to each slot from the first to the last that lacks only one. A
+        prefill begins with the shortest prompt and adds the next slots' prompts while they fit; it
+        cuts a long one. After a piece comes a decode, so that a long prompt does not stop the
         others."""
         left = [len(one.tokens) - one.cached for one in self.running]
         ready = [i for i, n in enumerate(left) if n == 1]
@@ -152,7 +152,7 @@ class Scheduler:
     # Who has a slot
 
     def _admit(self) -> None:
-        """Start waiting sequences, of the sessions that run the fewest first."""
+        """Start waiting sequences; sessions that run the fewest come first."""
         if self.queues:
             self._make_room()
         is_progress = True
@@ -201,7 +201,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Retract sequences for the waiting session that runs the fewest, if other sessions run at
-        least two more sequences each."""
+        least two more."""
         if self.n == len(self.slots):  # shorter slots, if all could become twice as long
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
@@ -233,8 +233,8 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _retract(self) -> None:
-        """Send a sequence back to the head of its queue: one of the session that runs the most, and
-        of these the cheapest to compute again. Its keys stay in an idle slot."""
+        """Send a sequence back to the head of its queue: the cheapest to compute again of the
+        session that runs the most. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
@@ -244,7 +244,7 @@ class Scheduler:
         self._exchange(i, self.n)
 
     def _release(self) -> None:
-        """Take ended sequences out of their slots; the one in the highest slot fills each gap."""
+        """Take ended sequences out of their slots, and fill each gap from the highest slot."""
         for i in reversed(range(self.n)):
             if self.slots[i].finish:
                 self.n -= 1

@@ -67,7 +67,7 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
     app = FastAPI(openapi_url=None, exception_handlers=handlers, dependencies=[Depends(check)])
 
     def wake() -> None:
-        """Start computing steps unless they are being computed."""
+        """Start `compute` unless it is running."""
         nonlocal stepping
         if stepping is None or stepping.done():
             stepping = asyncio.create_task(compute())
