@@ -202,6 +202,9 @@ class InteractionCache(dict[str, Interaction]):
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
                  user: the task - [first] - ... - [report]                  first reads parent
+
+        Brackets mark calls. Between the parent's call of the tool and its result, a sub-agent wrote
+        the report, so its first call reads the parent, too.
         """
         parent = call.parent
         call.reads = parent_list(call)
@@ -215,8 +218,8 @@ class InteractionCache(dict[str, Interaction]):
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self._leaves[x], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.values()))
-            for task in ancestors(reports + call.named).intersection(later):
-                task.reads = task.reads or [parent]
+            for first in ancestors(reports + call.named).intersection(later):
+                first.reads = first.reads or [parent]
         call.reads = newest(found + call.named + call.reads)
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:

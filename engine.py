@@ -158,7 +158,7 @@ class RemoteInfEngine:
         # because the small server lets episodes take turns.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
-        oldest = self.servers.newest
+        at_least = self.servers.newest  # so no token is older (the proof in staleness.py)
         try:
             answer = await self.servers.call(server + "/generate", body, self.request_timeout)
         except (asyncio.CancelledError, EngineError):
@@ -170,7 +170,7 @@ class RemoteInfEngine:
         segment = parse_segment(answer)
         if segment.output_len > room:
             raise EngineError(f"{server} sent more tokens than were asked for", 502)
-        self.servers.check_versions(server, segment.output_versions, oldest)
+        self.servers.check_versions(server, segment.output_versions, at_least)
         return segment
 
     def _budget(self, req: ModelRequest) -> int:

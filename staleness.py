@@ -2,8 +2,8 @@
 
 A group starts under one policy version; the same or a later one trains on it. The **lag** of a
 token is the version that trains on it minus the version that generated it. The **age** of a group
-is the lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds the age; with eta = 0
-training is synchronous.
+is the lag of its oldest trained token, whose version is the group's `head_version`. eta
+(`max_head_offpolicyness`) bounds the age; with eta = 0 training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
 group holds a place, and so does every group accepted since the run began:
@@ -24,9 +24,9 @@ names the rule by which rollout/dispatcher.py chooses groups:
   places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at version ceil(p / B) - 1 <= eta + s.
   Its tokens have versions >= s (inference/servers.py checks it), so its age is at most eta.
 - **mask** takes the groups that finished first, and leaves tokens with a lag above eta out of the
-  loss. So no step waits for a slow group. Numbered by their ends, the groups 1 to p hold places
-  when number p ends at version f, so it trains at version eta + f at the latest, and its tokens of
-  version f are not too old. A group whose tokens are all too old is dropped.
+  loss, so no step waits for a slow group. A group's last tokens are never too old: numbered by
+  their ends, the groups 1 to p hold places when number p ends at version f, so p <= (eta + f + 1) B
+  and it trains at version eta + f at the latest. A group whose tokens are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
 The bound holds if every step consumes B groups and versions never fall. Otherwise the age check

@@ -238,7 +238,7 @@ class PPOTrainer:
         actor.update_weights(meta)
         actor.set_version(version)
         if engine is not None:
-            engine.set_version(version)  # the gate admits the groups of the next step
+            engine.set_version(version)  # the gate has B more places
             engine.resume()
 
 

@@ -161,8 +161,8 @@ class RLVRWorkflow(RolloutWorkflow):
 class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward, with `reflection_message` between them.
 
-    After k answers the reward is turn_discount^(k-1) times that of the last answer. A full context
-    also ends the conversation.
+    After k answers every turn gets the reward of the last, times turn_discount^(k-1). This is not
+    the gamma of cache.py. A full context also ends the conversation.
     """
 
     max_turns: int = 3

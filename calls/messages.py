@@ -137,7 +137,7 @@ def canonical(message: Message) -> bytes:
 
 
 def squeeze(text: str) -> str:
-    """Return lines without blanks around words, since agents wrap answers or write them as JSON."""
+    """Collapse blanks, drop empty lines and undo JSON, since agents wrap answers or quote them."""
     lines = text.replace("\\n", "\n").replace('\\"', '"').splitlines()
     return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
 

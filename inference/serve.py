@@ -2,7 +2,8 @@
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
 binds 127.0.0.1 by default, and another address only with a key. To end with its parent, it checks
-the parent's id every half second. A pipe is no use: children that an agent forks keep it open.
+the parent's id every half second. It does not wait for a pipe to close, because children that an
+agent forks would keep it open.
 """
 
 import contextlib

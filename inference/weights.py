@@ -13,9 +13,8 @@ an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang
 
 If an update fails half way, some servers have version 7 and some 6; the label "7-incomplete" stays,
 and the run ends. A folder gets its name only when it is complete. In mode distributed each update
-makes its own group, so servers may come and go between updates. With NCCL, joining the group,
-broadcasting and leaving block until all ranks do the same. So meanwhile a thread asks the servers
-to do so.
+makes its own group, so servers may come and go between updates. NCCL blocks each rank that joins,
+broadcasts or leaves until all ranks do the same. So meanwhile a thread asks the servers to do so.
 """
 
 import shutil
@@ -89,7 +88,8 @@ def named_buckets(
 
 
 def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
-    """Write a Hugging Face folder, with the files of `source_dir` that hold no weights."""
+    """Write `state` as a Hugging Face folder, and copy the files of `source_dir` that hold no
+    weights."""
     from safetensors.torch import save_file
 
     target = Path(target).absolute()
@@ -136,7 +136,7 @@ def label(post_all: PostAll, version: str, abort: bool = False) -> None:
 def update_from_distributed(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
 ) -> None:
-    """Broadcast in a group of this process (rank 0) and all GPUs of the servers."""
+    """Broadcast the weights to all GPUs of the servers, in a group whose rank 0 is this process."""
     import torch
 
     sizes = [info["tp_size"] for info in post_all("/server_info")]

@@ -81,7 +81,7 @@ class DispatchState:
     # ---- events
 
     def enqueue(self, task: Any) -> None:
-        """Add a task with a new id."""
+        """Add a task, whose id must be new."""
         self.pending[task.task_id] = task
         self.manager.on_rollout_enqueued()
         self.trace("submit", task.task_id)

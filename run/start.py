@@ -103,7 +103,7 @@ class Run:
         (self.run_dir / "config.yaml").write_text(f"# revision {revision()}\n{keys}")
 
     def start(self, children: list[Child]) -> list[str]:
-        """Start processes, which end with the run, and return their URLs at once."""
+        """Start processes that end with the run, and return their URLs without waiting."""
         for child in children:
             child.start(self.run_dir / "logs")
             self.stack.callback(child.end)

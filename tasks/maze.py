@@ -179,8 +179,8 @@ def square(a: Cell, b: Cell) -> tuple[int, int]:
 def draw(walk: list[Cell], home: str) -> Text:
     """Draw the maze with the walk as dots, S at its start and H at the home.
 
-    The picture is 2 * SIDE + 1 squares wide and high. Cells have odd columns and lines, and the
-    square between two neighbours shows a passage or a wall.
+    The picture is 2 * SIDE + 1 squares wide and high. Cells lie in odd columns and rows, and the
+    square between two neighbours is a passage or a wall.
     """
     picture = {
         square(cell, other): ("  ", "")

@@ -38,7 +38,7 @@ NEVER = "await asyncio.Event().wait()"
 MUTANTS = [  # property, bounds, module, code, changed code
     ("label", ONE, ENGINE, SEGMENT, f"{SEGMENT}; {ALL_ZERO}"),
     ("label", ONE, SERVERS, "<= v <= self.limit", "<= v"),
-    ("falls", TWO, ENGINE, "oldest = self.servers.newest", "oldest = 0"),
+    ("falls", TWO, ENGINE, "at_least = self.servers.newest", "at_least = 0"),
     ("falls", TWO, SERVERS, "not sent_after <= v", "not 0 <= v"),
     ("lost", ABORT, ENGINE, 'if response.stop_reason != "abort" or', "if True or"),
     ("lost", ONE, ENGINE, "failures > self.request_retries", "failures >= self.request_retries"),

@@ -163,7 +163,8 @@ def key_length(longest: int) -> int:
     """Return how many keys every row of a step attends to; at least `longest` are needed.
 
     The attention kernel works in blocks of 512 keys. With 256 to 448 keys in the last block, the
-    kernel added in another order (measured on two CPUs), so such lengths are avoided.
+    kernel added in another order (measured on two CPUs), which changes bits. So we avoid such
+    lengths.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -180,7 +181,7 @@ class Model:
         dtype: str = "float32",
         device: str = "cpu",
     ) -> None:
-        """Load a Hugging Face folder, for at most `slots` sequences of `tokens` tokens in all.
+        """Load a Hugging Face folder, with room for `slots` sequences and `tokens` tokens in total.
         Raises ValueError if this forward pass does not support the model."""
         config, files = read_config(folder), read_weights(folder)
         eos = config.get("eos_token_id")

@@ -127,10 +127,10 @@ class Scheduler:
     def _choose(self) -> tuple[int, list[list[int]]]:
         """Return the first slot of the step, and what it feeds to this slot and the next ones.
 
-        A decode feeds one token to each slot from the first to the last that lacks only one. A
-        prefill begins with the shortest prompt and adds the next slots' prompts while they fit; it
-        cuts a long one. After a piece comes a decode, so that a long prompt does not stop the
-        others."""
+        A decode spans the first to the last slot that lacks only one token, and feeds one token to
+        every slot between, even if it lacks more. A prefill begins with the shortest prompt and
+        adds the next slots' prompts while they fit; it cuts a long one. After a piece comes a
+        decode, so that a long prompt does not stop the others."""
         left = [len(one.tokens) - one.cached for one in self.running]
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.was_piece or max(left) == 1):
