@@ -62,7 +62,7 @@ MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("rewards", XZ, cache, "+ gamma * fmean(", "+ fmean("),
     ("rewards", XZ, cache, "below[read].append", "below[turn].append"),
     ("deadlock", X, proxy, FORGETS, ""),
-    ("once", X, calls.sessions, "        self.ended = True\n", ""),
+    ("deadlock", X, calls.sessions, "        self.ended = True\n        self.turns.clear()", ""),
     ("tokens", XZ, cache, '"logprobs": said.', '"logprobs": last.'),
     ("tokens", XZ, cache, '"versions": said.', '"versions": last.'),
     ("tokens", XZ, cache, "[(self, True)]", "[(t, True) for t in (self.parent, self) if t]"),
