@@ -172,9 +172,9 @@ def draw_panel(
     their lower end."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
-    base = (
-        top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8
-    )  # y coordinate of the bars of the trainer
+    count = 1 + max(lane for lane, _, _ in placed)
+    line = min(22, 176 // count)  # height of a lane
+    base = top + line * count + 8  # y coordinate of the bars of the trainer
     starts = [0.0, *(end for _, end in run["updates"])]  # the time at which each version begins
     for lane, begin, end in placed:
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
@@ -183,9 +183,8 @@ def draw_panel(
                 gap = (
                     1.5 if to >= end else 0
                 )  # the gap separates a group from the next group of the lane
-                parts.append(
-                    bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}")
-                )
+                where = a, top + line * lane, b - a - gap, line * 0.86
+                parts.append(bar(*where, colour(version), f"version {version}"))
     parts.append(text(4, top + 14, "groups", "small"))
     parts.append(text(4, base + 22, "trainer", "small"))
     for begin, end in run["waits"]:
