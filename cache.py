@@ -197,7 +197,7 @@ class InteractionCache(dict[str, Interaction]):
 
     def _link(self, call: Interaction, new: list[Message]) -> None:
         """Set what `call` reads: its parent, the calls that it names, and the leaves whose answers
-        its new messages copy. A call that another of these has read is left out.
+        its new messages copy. If one of these calls has read another, the other is left out.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report

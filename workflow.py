@@ -88,7 +88,7 @@ class workflow_context:
 
 
 class RolloutWorkflow:
-    """Override `arun_episode`, or its older form `_run_one_episode`."""
+    """A subclass overrides `arun_episode`, or its older form `_run_one_episode`."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run one episode on one sample."""

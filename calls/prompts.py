@@ -16,7 +16,7 @@ reasoning, and the whole conversation is one sequence to train on.
 This is right only if the tail depends on nothing but the new messages. So `PromptBuilder` first
 renders two whole conversations, one with a tool's result, which some templates write into the call.
 If one does not end with its tail, prompts like it are rendered whole, as is a turn whose tools
-differ from its parent's. Style concat then begins a new row.
+differ from its parent's. With style concat, such a turn begins a new row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message for two. If a text is still missing, the call is refused.

@@ -100,7 +100,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Reserve a process for the `with` block, and yield `call`."""
+        """Reserve a process for the `with` block, and yield `call`, which runs a function in it."""
         async with self._places:
             worker = self._idle.pop() if self._idle else Worker()
             try:
