@@ -141,9 +141,10 @@ def two_free_ports() -> int:
             return port
 
 
-def connections_in_use(transport: Any) -> int:
-    """How many connections of an SDK's aiohttp transport still belong to a request."""
-    return len(transport.client.connector._acquired)
+def connections(transport: Any) -> tuple[int, int]:
+    """How many connections of an SDK's aiohttp transport belong to a request, and are idle."""
+    connector = transport.client.connector
+    return len(connector._acquired), sum(map(len, connector._conns.values()))
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
