@@ -11,18 +11,13 @@ is its messages and its output. A new call looks up the digest of every prefix o
 longest prefix found is its parent's conversation: A is the parent of B and C. Messages are compared
 in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
-**Links.** A call `reads` its parent, the calls that its header names, and answers that its new
-messages copy whole: a summary that replaces a history, or a sub-agent's report (`_link`).
-
 **Rewards** are computed from the last call to the first:
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 without any)
 
-Three successive turns with rewards 0, 0, 1 and gamma = 0.5 get 0.25, 0.5, 1.
-
-**Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
-agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
-or child, a pattern matches its first message, and other calls begin with another message.
+A call reads the answer that it continues, so B and C read A. Three successive calls with rewards 0,
+0, 1 and gamma = 0.5 get 0.25, 0.5, 1. What a call has read without continuing it, and which calls
+get no reward, is decided by calls/sessions.py.
 
 **Rows.** Style "individual" makes a row for each turn, and style "concat" a row for each leaf:
 
@@ -37,26 +32,18 @@ token is trained once, with the final reward of its own turn, even if leaves sha
 
 import copy
 import functools
-import itertools
 import math
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from calls.messages import Message, canonical, needle, squeeze_all, stands
+from calls.messages import Message, canonical
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
 LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
-SIDE = re.compile(  # opencode, Claude Code, Open WebUI
-    r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
-    r"|\bnew conversation topic\b|^(quota|warmup)$",
-    re.IGNORECASE | re.DOTALL,
-)
-SIDE_LENGTH = 2000  # such clients say what they want in the first characters
 
 
 def finite(reward: Any) -> float:
@@ -91,12 +78,11 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     parent: "InteractionWithTokenLogpReward | None" = None
     # set by the cache:
-    turn: int = 0  # number of calls before it in its conversation, or in the one that it reads
-    reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)  # in its header
-    is_side: bool = False
-    opening: int = 0  # digest of the first message
+    turn: int = 0  # number of calls before it in its conversation
     digest: int = 0  # of all messages
+    # the calls whose answers it has read: its parent, and what a session adds
+    reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
+    is_side: bool = False  # gets a reward only by its id, and is trained only with a reward
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
 
@@ -154,8 +140,14 @@ def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
 
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
 # a row's values for a token that was not sampled
-NOT_SAMPLED = {"loss_mask": 0, "logprobs": 0.0, "versions": -1, "turn_ids": -1}
-NOT_SAMPLED |= {"turn_rewards": 0.0, "temperatures": 1.0}
+NOT_SAMPLED = {
+    "loss_mask": 0,
+    "logprobs": 0.0,
+    "versions": -1,
+    "turn_ids": -1,
+    "turn_rewards": 0.0,
+    "temperatures": 1.0,
+}
 # what an export copies
 EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
 
@@ -173,54 +165,18 @@ class InteractionCache(dict[str, Interaction]):
     def __init__(self) -> None:
         super().__init__()
         self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
-        self._leaves: dict[Any, str] = {}  # not continued yet -> what is looked for (`needle`)
-        self._openings: set[int] = set()  # digests of first messages that no client sends by itself
         self._discounted = False
 
-    def enter(
-        self, interaction_id: str, interaction: Interaction, named: Iterable[str] = ()
-    ) -> Interaction:
-        """Add a call, and find its parent and what else it reads. Raises Refusal."""
-        interaction.named = [self.find(name, "x-pocket-areal-reads") for name in named]
+    def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
+        """Add a call, and find its parent."""
         parent, interaction.digest = self.find_parent(interaction.messages)
-        shared = parent.conversation if parent else []
-        new = interaction.messages[len(shared) :]
-        if parent:  # store every message once
-            interaction.messages = shared + new
         interaction.interaction_id, interaction.parent = interaction_id, parent
-        interaction.opening = extend(0, interaction.messages[0])
-        self._link(interaction, new)
-        before = parent_list(interaction) or interaction.reads
-        interaction.turn = max((call.turn + 1 for call in before), default=0)
+        if parent:
+            shared = parent.conversation  # store every message once
+            interaction.messages = shared + interaction.messages[len(shared) :]
+            interaction.turn, interaction.reads = parent.turn + 1, [parent]
         self[interaction_id] = interaction
         return interaction
-
-    def _link(self, call: Interaction, new: list[Message]) -> None:
-        """Set what `call` reads: its parent, the calls that it names, and the leaves whose answers
-        its new messages copy. If one of these calls has read another, the other is left out.
-
-            history - [summary]            user: the summary - [call]       call reads summary
-            [parent] calls a tool - tool: the report - [call]               call reads report
-                 user: the task - [first] - ... - [report]                  first reads parent
-
-        Brackets mark calls. Between the parent's call of the tool and its result, a sub-agent wrote
-        the report, so its first call reads the parent, too.
-        """
-        parent = call.parent
-        call.reads = parent_list(call)
-        text = "" if looks_like_side(call) else squeeze_all(new)
-        found = [x for x, said in self._leaves.items() if x is not parent and stands(said, text)]
-        if not (found or call.named):
-            return
-        # What is read is no side conversation.
-        self._openings |= {x.opening for x in found + call.named}
-        if parent:
-            results = squeeze_all(message for message in new if message["role"] == "tool")
-            reports = [x for x in found if stands(self._leaves[x], results)]
-            later = itertools.takewhile(lambda x: x is not parent, reversed(self.values()))
-            for first in ancestors(reports + call.named).intersection(later):
-                first.reads = first.reads or [parent]
-        call.reads = newest(found + call.named + call.reads)
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
@@ -236,11 +192,6 @@ class InteractionCache(dict[str, Interaction]):
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
-        self._leaves.pop(interaction.parent, None)
-        if said := needle(output):
-            self._leaves[interaction] = said
-        if not looks_like_side(interaction):
-            self._openings.add(interaction.opening)
 
     def discard(self, interaction_id: str) -> None:
         """Remove a call that failed. A finished one stays."""
@@ -253,13 +204,9 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return a finished call; None means the latest that is not a side conversation. Raises
-        Refusal if there is none."""
-        if interaction_id is None:
-            latest = (call for call in reversed(self.values()) if call.complete)
-            found = next((call for call in latest if not self._is_side(call)), None)
-        else:
-            found = self.get(interaction_id)
+        """Return a finished call; None means the latest. Raises Refusal if there is none."""
+        latest = (call for call in reversed(self.values()) if call.complete)
+        found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
             which = "call" if interaction_id is None else f"call {interaction_id!r}"
             hint = "did an agent's framework swallow an error?"
@@ -273,42 +220,22 @@ class InteractionCache(dict[str, Interaction]):
     def set_last_reward(self, reward: Any) -> None:
         self.set_reward(None, reward)
 
-    def apply_reward_discount(self, turn_discount: float = 1.0, links: bool = True) -> None:
-        """Replace every reward r(i) by the final R(i). Without `links`, only parents and named
-        calls count as read. Raises RuntimeError the second time."""
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Replace every reward r(i) by the final R(i). Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = finite(turn_discount)
         if not 0 <= gamma <= 1:
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
-        self.mark_side_conversations()
-        if not links:
-            for call in self.values():
-                call.reads = newest(call.named + parent_list(call))
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
-        leads: set[Any] = set()  # calls that a rewarded one has read, directly or not
-        for turn in reversed(self.finished()):  # a call began after those that it reads
-            counts = turn.reward is not None or turn in leads
+        for call in reversed(self.finished()):  # a call began after those that it reads
+            if is_left_out(call):
+                continue
             # R(i) = r(i) + gamma * mean R(c)
-            final = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
-            if not is_left_out(turn):
-                turn.reward = final
-            if counts:
-                leads.update(turn.reads)
-            for read in turn.reads:  # what was copied counts only if it leads to a reward
-                if counts or read is turn.parent:
-                    below[read].append(final)
-
-    def _is_side(self, call: Interaction) -> bool:
-        """Whether a finished call is a side conversation. Only its first message counts: if any
-        call that begins with it has tools or a parent, no such call is one."""
-        return bool(self._openings) and call.opening not in self._openings
-
-    def mark_side_conversations(self) -> None:
-        """Set `is_side` of every finished call."""
-        for call in self.finished():
-            call.is_side = self._is_side(call)
+            call.reward = (call.reward or 0.0) + gamma * fmean(below[call] or [0.0])
+            for read in call.reads:
+                below[read].append(call.reward)
 
     # ---- export
 
@@ -316,38 +243,13 @@ class InteractionCache(dict[str, Interaction]):
         """Return the interactions that become rows: all finished ones, or with style "concat" the
         leaves (`join_turns`). Raises Refusal for another style."""
         check_style(style)
-        self.mark_side_conversations()
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
 
 
-def looks_like_side(call: Interaction) -> bool:
-    text = call.messages[0]["content"]
-    return not (call.tools or call.parent) and bool(SIDE.search(text, 0, SIDE_LENGTH))
-
-
-def parent_list(call: Interaction) -> list[Interaction]:
-    return [call.parent] if call.parent else []
-
-
-def newest(calls: list[Interaction]) -> list[Interaction]:
-    """Leave out the calls that others among them have read."""
-    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
-    return [x for x in dict.fromkeys(calls) if x not in above]
-
-
-def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
-    """Return the calls, and all that they have read."""
-    found, new = set[Interaction](), set(calls)
-    while new:
-        found |= new
-        new = {x for call in new for x in call.reads} - found
-    return found
-
-
-def is_left_out(turn: Interaction) -> bool:
+def is_left_out(call: Interaction) -> bool:
     """Return whether this is a side conversation that nobody rewarded."""
-    return turn.is_side and turn.reward is None
+    return call.is_side and call.reward is None
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:

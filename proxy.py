@@ -183,7 +183,7 @@ class Proxy:
 
     def set_reward(self, session: Session, body: Json) -> Json:
         session.check_open()
-        session.cache.set_reward(get(body, "interaction_id", str), body.get("reward"))
+        session.set_reward(get(body, "interaction_id", str), body.get("reward"))
         return {"message": "ok"}
 
     def end_session(self, session: Session, body: Json) -> Json:
@@ -199,8 +199,7 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
         check_style(style := body.get("style", "individual"))
-        links = body.get("compaction", "link") != "cut"
-        session.cache.apply_reward_discount(body.get("discount", 1.0), links)
+        session.apply_reward_discount(body.get("discount", 1.0), body.get("compaction") == "cut")
         rows = session.cache.export_interactions(style)
         del self.sessions[session.session_id]
         return rows

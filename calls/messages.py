@@ -27,10 +27,9 @@ and unknown blocks become a placeholder; if refused, they would also fail every 
 
 import contextlib
 import copy
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +51,6 @@ UNSUPPORTED = (
     "guided_choice guided_grammar thread"
 )
 ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
-SHORT = 20  # characters; a shorter answer may be part of a message by chance
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
 # these values change nothing, and neither do null and empty ones
@@ -134,31 +132,6 @@ def canonical(message: Message) -> bytes:
     if message["role"] == "system":
         compared[1] = VOLATILE.sub("", message["content"])
     return orjson.dumps(compared, option=orjson.OPT_SORT_KEYS)
-
-
-def squeeze(text: str) -> str:
-    """Collapse blanks, drop empty lines and undo JSON, since agents wrap answers or quote them."""
-    lines = text.replace("\\n", "\n").replace('\\"', '"').splitlines()
-    return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
-
-
-def squeeze_all(messages: Iterable[Message]) -> str:
-    """Return texts and ids of calls, each on lines of its own."""
-    parts = ((m["content"], *(call["id"] for call in m.get("tool_calls", []))) for m in messages)
-    return "\0".join(f"\n{squeeze(part or '')}\n" for part in itertools.chain(*parts))
-
-
-def needle(output: list[Message]) -> str:
-    """Return the text by which a later call shows that it has read this answer: the id of its first
-    tool call, or the answer itself. Claude Code cuts away what is not in <summary>."""
-    ids = [call["id"] for message in output for call in message.get("tool_calls", [])]
-    text = "".join(message["content"] for message in output)
-    return ids[0] if ids else squeeze(text.rpartition("<summary>")[2].partition("</summary>")[0])
-
-
-def stands(said: str, text: str) -> bool:
-    """Return whether `text` has the whole answer; a short answer needs lines of its own."""
-    return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
 
 
 def with_texts(message: Message) -> Message:

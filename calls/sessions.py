@@ -1,4 +1,4 @@
-"""A session is the proxy's state of an episode.
+"""A session is the proxy's state of an episode: its calls, and what they have read of each other.
 
     state      | meaning
     -----------+--------------------------------------------------------
@@ -8,15 +8,33 @@
 
 Sessions never expire, because the proxy ends with its trainer. The size of a session is bounded,
 because the proxy keeps its calls in memory, and exports them in one reply.
+
+**Links.** A call reads the answer that it continues (cache.py). But a summary may replace a long
+history, and a sub-agent may write a report for another agent. So a call also reads an answer that
+its new messages copy whole, and the calls that its header names (`Session._link`).
+
+**Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
+agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
+or child, a pattern matches its first message, and other calls begin with another message.
 """
 
+import itertools
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cache import InteractionCache
-from calls.messages import Refusal
+from cache import Interaction, InteractionCache, extend
+from calls.messages import Message, Refusal
+from inference.io_struct import ModelResponse
 
 MAX_CALLS, MAX_BYTES = 2048, 2**26  # of a session; bytes of its calls' bodies
+SHORT = 20  # characters; a shorter answer may be part of a message by chance
+SIDE = re.compile(  # opencode, Claude Code, Open WebUI
+    r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
+    r"|\bnew conversation topic\b|^(quota|warmup)$",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 class ProxyAddress(NamedTuple):
@@ -39,6 +57,11 @@ class Session:
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
+    # For links and side conversations:
+    leaves: dict[Any, str] = field(default_factory=dict)  # not continued -> its `needle`
+    named: dict[Any, list[Interaction]] = field(default_factory=dict)  # what a header names
+    opening: dict[Any, int] = field(default_factory=dict)  # digest of a call's first message
+    agents: set[int] = field(default_factory=set)  # openings that no client sends by itself
 
     def check_open(self) -> None:
         if self.ended:
@@ -58,3 +81,128 @@ class Session:
         self.turns.clear()  # they refer to the session, which would wait for the garbage collector
         for turn in self.running:
             turn.fail()
+
+    # ---- calls
+
+    def enter(self, call_id: str, call: Interaction, named: Iterable[str] = ()) -> None:
+        """Add a call to the tree, and find what it reads. Raises Refusal for an unknown name."""
+        names = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
+        self.cache.enter(call_id, call)
+        self._link(call, names)
+
+    def finish(self, call_id: str, response: ModelResponse, output: list[Message]) -> None:
+        """Complete a call. Now others may continue or copy its answer."""
+        self.cache.finish(call_id, response, output)
+        call = self.cache[call_id]
+        self.leaves.pop(call.parent, None)
+        if said := needle(output):
+            self.leaves[call] = said
+        self.opening[call] = extend(0, call.messages[0])
+        if not looks_like_side(call):
+            self.agents.add(self.opening[call])
+
+    def _link(self, call: Interaction, names: list[Interaction]) -> None:
+        """Add to what `call` reads: the calls that it names, and the leaves whose answers its new
+        messages copy. If one of these calls has read another, the other is left out.
+
+            history - [summary]            user: the summary - [call]       call reads summary
+            [parent] calls a tool - tool: the report - [call]               call reads report
+                 user: the task - [first] - ... - [report]                  first reads parent
+
+        Brackets mark calls. Between the parent's call of the tool and its result, a sub-agent wrote
+        the report, so its first call reads the parent, too.
+        """
+        parent = call.parent
+        new = call.messages[len(parent.conversation) if parent else 0 :]
+        text = "" if looks_like_side(call) else squeeze_all(new)
+        found = [x for x, said in self.leaves.items() if x is not parent and stands(said, text)]
+        if not (found or names):
+            return
+        # What is read is no side conversation.
+        self.agents |= {self.opening[x] for x in found + names}
+        if parent:
+            results = squeeze_all(message for message in new if message["role"] == "tool")
+            reports = [x for x in found if stands(self.leaves[x], results)]
+            later = itertools.takewhile(lambda x: x is not parent, reversed(self.cache.values()))
+            for first in ancestors(reports + names).intersection(later):
+                first.reads = first.reads or [parent]
+        else:
+            call.turn = max(x.turn + 1 for x in found + names)
+        self.named[call] = names
+        call.reads = newest(found + names + call.reads)
+
+    # ---- rewards
+
+    def is_side(self, call: Interaction) -> bool:
+        """Whether a finished call is a side conversation. Only its first message counts: if any
+        call that begins with it has tools or a parent, no such call is one."""
+        return bool(self.agents) and self.opening[call] not in self.agents
+
+    def set_reward(self, call_id: str | None, reward: Any) -> None:
+        """Reward a finished call; None means the latest that is not a side conversation."""
+        if call_id is None:
+            latest = (x for x in reversed(self.cache.values()) if x.complete)
+            call_id = next((x.interaction_id for x in latest if not self.is_side(x)), None)
+        self.cache.set_reward(call_id, reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
+        """Replace rewards by final ones. With `cut`, a call reads only what it continues or names.
+        What it has copied gets nothing from it, unless it leads to a reward."""
+        finished = self.cache.finished()
+        for call in finished if cut else ():
+            parent = [call.parent] if call.parent else []
+            call.reads = newest(self.named.get(call, []) + parent)
+        leads = ancestors(call for call in finished if call.reward is not None)
+        for call in set(finished) - leads:
+            call.reads = [x for x in call.reads if x is call.parent]
+        for call in finished:
+            call.is_side = self.is_side(call)
+        self.cache.apply_reward_discount(turn_discount)
+
+
+def newest(calls: list[Interaction]) -> list[Interaction]:
+    """Leave out the calls that others among them have read."""
+    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
+    return [x for x in dict.fromkeys(calls) if x not in above]
+
+
+def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
+    """Return the calls, and all that they have read."""
+    found, new = set[Interaction](), set(calls)
+    while new:
+        found |= new
+        new = {x for call in new for x in call.reads} - found
+    return found
+
+
+# ---- what shows that an answer was read
+
+
+def looks_like_side(call: Interaction) -> bool:
+    beginning = call.messages[0]["content"][:2000]  # in which a client says what it wants
+    return not (call.tools or call.parent) and bool(SIDE.search(beginning))
+
+
+def needle(output: list[Message]) -> str:
+    """Return the text by which a later call shows that it has read this answer: the id of its first
+    tool call, or the answer itself. Claude Code cuts away what is not in <summary>."""
+    ids = [call["id"] for message in output for call in message.get("tool_calls", [])]
+    text = "".join(message["content"] for message in output)
+    return ids[0] if ids else squeeze(text.rpartition("<summary>")[2].partition("</summary>")[0])
+
+
+def stands(said: str, text: str) -> bool:
+    """Return whether `text` has the whole answer; a short answer needs lines of its own."""
+    return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
+
+
+def squeeze(text: str) -> str:
+    """Collapse blanks, drop empty lines and undo JSON, since agents wrap answers or quote them."""
+    lines = text.replace("\\n", "\n").replace('\\"', '"').splitlines()
+    return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
+
+
+def squeeze_all(messages: Iterable[Message]) -> str:
+    """Return texts and ids of calls, each on lines of its own."""
+    parts = ((m["content"], *(call["id"] for call in m.get("tool_calls", []))) for m in messages)
+    return "\0".join(f"\n{squeeze(part or '')}\n" for part in itertools.chain(*parts))

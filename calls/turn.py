@@ -56,8 +56,8 @@ class Turn:
         self.session, self.ask = session, ask
         self.form = protocol(ask, secrets.token_hex(16))  # writes the reply
         self.id = self.form.id
-        call = Interaction(ask.messages, self.id, ask.tools, ask.template_kwargs)
-        self.interaction = session.cache.enter(self.id, call, named)
+        self.interaction = Interaction(ask.messages, self.id, ask.tools, ask.template_kwargs)
+        session.enter(self.id, self.interaction, named)
         self.listeners = 0  # connections that wait
         self.task = asyncio.ensure_future(self._run(answer))  # its result is the reply
         self.task.add_done_callback(self._done)
@@ -72,7 +72,7 @@ class Turn:
         if self.failed:  # the engine answered although it was cancelled
             raise asyncio.CancelledError
         reply = self.form.render(message, response)
-        self.session.cache.finish(self.id, response, [message])
+        self.session.finish(self.id, response, [message])
         self.interaction.reply = reply
         return reply
 

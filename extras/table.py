@@ -3,7 +3,7 @@
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
 narrow terminal shows only the first columns. To save room, a counter has no column until it has
 counted something. We print a conversation every SAMPLE_INTERVAL steps, and the run's first side
-conversation (cache.py). Control characters are escaped, because a model wrote the text.
+conversation (calls/sessions.py). Control characters are escaped, because a model wrote the text.
 """
 
 import time
@@ -104,7 +104,7 @@ class Table:
         step, earlier = metrics["step"], self.run.history[:-1]
         if metrics["side_conversations"] and not any(m["side_conversations"] for m in earlier):
             example = self.text(int(self.batch["side_conversations"].argmax()))[:160]
-            which = "side conversation, left out of training (cache.py)"
+            which = "side conversation, left out of training (calls/sessions.py)"
             print(f"step {step} has the first {which}: {example!r}", flush=True)
         if (step - 1) % SAMPLE_INTERVAL == 0:
             reward = self.batch["rewards"][0]

@@ -1,4 +1,5 @@
-"""The calls of a session as a tree: parents, rewards, side conversations, rows."""
+"""The calls of a session: tree, rewards and rows (cache.py), links and side conversations
+(calls/sessions.py)."""
 
 import json
 import math
@@ -14,12 +15,12 @@ from harness import said, user
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import Interaction, InteractionCache, ancestors
-from calls.messages import SHORT, canonical
+from cache import Interaction, InteractionCache
+from calls.messages import canonical
+from calls.sessions import SHORT, Session, ancestors
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
-Messages = list[dict[str, Any]]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -28,7 +29,7 @@ def system(text: str) -> dict[str, Any]:
 
 
 def turn(
-    messages: Messages,
+    messages: list[dict[str, Any]],
     output: str | dict[str, Any] = "ok",
     prompt: list[int] | None = None,
     tokens: list[int] | None = None,
@@ -41,19 +42,19 @@ def turn(
     return Interaction(messages, model_response=response, output_message_list=[message], **fields)
 
 
-def add(cache: InteractionCache, name: str, call: Interaction) -> None:
+def add(cache: InteractionCache | Session, name: str, call: Interaction) -> None:
     """Enter a call, and finish it if it has its tokens."""
     cache.enter(name, call)
     if call.model_response:
         cache.finish(name, call.model_response, call.output_message_list)
 
 
-def cache_of(*calls: Interaction) -> InteractionCache:
-    """A cache with these calls, whose ids are "0", "1", ..."""
-    cache = InteractionCache()
+def session_of(*calls: Interaction) -> Session:
+    """A session with these calls, whose ids are "0", "1", ..."""
+    session = Session("s", "t", {}, InteractionCache())
     for k, call in enumerate(calls):
-        add(cache, str(k), call)
-    return cache
+        add(session, str(k), call)
+    return session
 
 
 def chain(length: int) -> InteractionCache:
@@ -109,10 +110,11 @@ calls = st.lists(
 GAMMAS = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
 
-def play(session: list[Call]) -> InteractionCache:
+def play(calls: list[Call]) -> Session:
     """Make the calls. No two tokens have the same id."""
     cache, fresh = InteractionCache(), iter(range(1, 10_000))
-    for k, call in enumerate(session):
+    session = Session("s", "t", {}, cache)
+    for k, call in enumerate(calls):
         names = [name for name in cache if cache[name].complete]
         goes_on = names and call.goes_on_from is not None
         before = cache[names[(call.goes_on_from or 0) % len(names)]] if goes_on else None
@@ -122,7 +124,7 @@ def play(session: list[Call]) -> InteractionCache:
             text += cache[names[call.quotes % len(names)]].output_message_list[0]["content"]
         interaction = Interaction([*history, {"role": role, "content": text}])
         named = [names[call.names % len(names)]] if names and call.names is not None else []
-        cache.enter(str(k), interaction, named)
+        session.enter(str(k), interaction, named)
         if not call.finishes:
             continue
         parent = interaction.parent
@@ -135,16 +137,16 @@ def play(session: list[Call]) -> InteractionCache:
         if answer == "report":
             answer = f"the report of call number {len(names)}"
         message = said(answer) if isinstance(answer, str) else said("", ("f", {"a": answer}))
-        cache.finish(str(k), response, [message])
+        session.finish(str(k), response, [message])
         if call.reward is not None:
-            cache.set_reward(str(k), call.reward)
-    return cache
+            session.set_reward(str(k), call.reward)
+    return session
 
 
 @given(calls)
 def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
     """A search through all interactions finds the same parent; of two equal ones, the newer."""
-    cache = play(session)
+    cache = play(session).cache
     names = list(cache)
     for i, name in enumerate(names):
         child = [canonical(message) for message in cache[name].messages]
@@ -165,9 +167,10 @@ def test_discounting_is_its_recursive_definition(
     """R(i) = r(i) + gamma * mean R(c) over the calls c that read i, without linked ones that lead
     to no reward. The first calls add up to the own rewards, weighted by a walk that is divided
     evenly and shrinks by gamma. Without links, a call reads only what it continues or names."""
-    cache, discounted = play(session), play(session)
+    played, discounted = play(session), play(session)
+    cache = played.cache
     for call in [] if links else cache.values():
-        reads = [x for x in {call.parent, *call.named} if x is not None]
+        reads = [x for x in {call.parent, *played.named.get(call, [])} if x is not None]
         call.reads = [x for x in reads if not any(x in ancestors(y.reads) for y in reads)]
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
     readers = {n: [c for c in own if cache[n] in cache[c].reads] for n in own}
@@ -184,10 +187,10 @@ def test_discounting_is_its_recursive_definition(
     for name in own:  # in the order of their beginnings
         for reader in readers[name]:
             weights[reader] += gamma * weights[name] / len(readers[name])
-    expected = {name: final(name) for name in own}
-    discounted.apply_reward_discount(gamma, links)
-    assert {name: discounted[name].reward for name in own} == pytest.approx(expected)
-    roots = sum(discounted[name].reward or 0.0 for name in own if not cache[name].reads)
+    discounted.apply_reward_discount(gamma, cut=not links)
+    rewards = {name: discounted.cache[name].reward or 0.0 for name in own}
+    assert rewards == pytest.approx({name: final(name) for name in own})
+    roots = sum(rewards[name] for name in own if not cache[name].reads)
     assert roots == pytest.approx(sum(weights[name] * own[name] for name in own))
 
 
@@ -195,14 +198,15 @@ def test_discounting_is_its_recursive_definition(
 def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
     """Links lead back in time. What a call continues is above it, and so is a report that its new
     message quotes, if no call continues the report, or that it names."""
-    cache = play(session)
+    played = play(session)
+    cache = played.cache
     place = {call: k for k, call in enumerate(cache.values())}
     continued = {call.parent for call in cache.values() if call.complete}
     for k, call in enumerate(cache.values()):
         above = ancestors([call])
         assert all(place[read] < k for read in call.reads)
         assert call.parent is None or call.parent in above
-        assert above.issuperset(call.named)
+        assert above.issuperset(played.named.get(call, []))
         new = call.messages[len(call.parent.conversation) if call.parent else 0 :]
         for answer in list(cache.values())[:k]:
             said = answer.output_message_list[0]["content"] if answer.complete else ""
@@ -215,7 +219,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     """Every sampled token is trained in the first row that has it, and is context in later ones; it
     stands behind the tokens that it was sampled after, with its own version, log-probability,
     temperature and reward."""
-    cache = play(session)
+    cache = play(session).cache
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
     trained = set()
@@ -242,7 +246,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 @given(calls)
 def test_a_row_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
     """The parent of a row of concat trains the parent of the first turn that the row trains."""
-    cache = play(session)
+    cache = play(session).cache
     rows = cache.export_interactions("concat")
     row_of = {one: row for row in rows.values() for one, is_new in row.row_turns if is_new}
     assert set(row_of) == set(cache.finished())
@@ -254,7 +258,7 @@ def test_a_row_continues_the_row_that_trains_its_parent(session: list[Call]) -> 
 @given(calls)
 def test_individual_exports_every_finished_call(session: list[Call]) -> None:
     """One row a finished call, even after an export in the other style."""
-    cache = play(session)
+    cache = play(session).cache
     cache.export_interactions("concat")
     exported = cache.export_interactions("individual")
     assert list(exported.values()) == cache.finished()
@@ -267,7 +271,7 @@ def test_individual_exports_every_finished_call(session: list[Call]) -> None:
 @given(calls)
 def test_what_failed_leaves_no_trace(session: list[Call]) -> None:
     """Discarded calls change nothing for the others."""
-    caches = play(session), play([call for call in session if call.finishes])
+    caches = play(session).cache, play([call for call in session if call.finishes]).cache
     for name in list(caches[0]):
         caches[0].discard(name)
     one, other = ([(i.conversation, i.turn) for i in cache.values()] for cache in caches)
@@ -281,11 +285,11 @@ ASKS = said("", ("delegate", {"to": "s"}), ("delegate", {"to": "t"}))
 RESULTS = [{"role": "tool", "content": x} for x in (json.dumps([REPORT]), "said:\n3")]
 
 
-def final_rewards(cache: InteractionCache, links: bool) -> list[float | None]:
+def final_rewards(session: Session, links: bool) -> list[float | None]:
     """The rewards of all calls if the last one gets 1, with gamma 1/2."""
-    cache.set_last_reward(1)
-    cache.apply_reward_discount(0.5, links)
-    return [call.reward for call in cache.values()]
+    session.set_reward(None, 1)
+    session.apply_reward_discount(0.5, cut=not links)
+    return [call.reward for call in session.cache.values()]
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -293,9 +297,9 @@ def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> No
     """Several conversations may, and the mean of those with a reward counts."""
     first, begun = turn([user("a")], "b"), [user(f"So far: {REPORT}")]
     summary = turn([*first.conversation, user("sum up")], REPORT)
-    cache = cache_of(first, summary, *(turn(begun, answer) for answer in "cde"))
-    cache.set_reward("2", 1)
-    assert final_rewards(cache, links) == ([0.25, 0.5, 1, 0, 1] if links else [0, 0, 1, 0, 1])
+    session = session_of(first, summary, *(turn(begun, answer) for answer in "cde"))
+    session.set_reward("2", 1)
+    assert final_rewards(session, links) == ([0.25, 0.5, 1, 0, 1] if links else [0, 0, 1, 0, 1])
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -304,15 +308,17 @@ def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
     long one may be JSON, and none is a title if it is read."""
     title = turn([user("Write a title and a report")], f"<summary>{REPORT}</summary>")
     calls = turn([user("q")], ASKS), title, turn([user("t")], "3")
-    cache = cache_of(*calls, turn([user("q"), ASKS, *RESULTS]))
-    assert final_rewards(cache, links) == ([0.25, 0.5, 0.5, 1] if links else [0.5, 0, 0, 1])
+    session = session_of(*calls, turn([user("q"), ASKS, *RESULTS]))
+    assert final_rewards(session, links) == ([0.25, 0.5, 0.5, 1] if links else [0.5, 0, 0, 1])
 
 
 def test_what_is_no_report() -> None:
     """A title reads no answer, and a short answer is not found inside a message."""
     title = turn([user(f"Write a title for this: {REPORT}")])
-    cache = cache_of(turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")]))
-    assert not any(call.reads for call in cache.values())
+    session = session_of(
+        turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
+    )
+    assert not any(call.reads for call in session.cache.values())
 
 
 # ---- parents
@@ -322,8 +328,7 @@ def test_a_conversation_is_kept_once() -> None:
     """A turn shares the message objects of its parent."""
     cache = chain(50)
     first, last = cache["0"], cache["49"]
-    assert all(mine is theirs for mine, theirs in zip(last.messages, first.messages, strict=False))
-    assert last.messages[1] is first.output_message_list[0]
+    assert [*map(id, last.messages[:2])] == [*map(id, first.conversation)]
 
 
 # ---- rewards
@@ -384,17 +389,16 @@ def test_a_discount_is_between_0_and_1(discount: float) -> None:
 CODER, TITLE = system("You code."), system("You write titles.")
 CLIENTS = {
     "opencode": "You are a title generator. You output ONLY a thread title. Nothing else.",
-    "claude code": "Analyze if this message indicates a new conversation topic. If it does, "
-    "extract a 2-3 word title.",
+    "claude code": "Analyze if this message indicates a new conversation topic. If so, name it.",
     "open webui": "Generate a concise, 3-5 word title with an emoji summarizing the chat history.",
 }
 
 
-def left_out(cache: InteractionCache) -> list[str]:
+def left_out(session: Session) -> list[str]:
     """Give the session the reward 1, and return the rows that are not trained."""
-    cache.set_last_reward(1.0)
-    cache.apply_reward_discount(1.0)
-    rows = rows_of(cache)
+    session.set_reward(None, 1.0)
+    session.apply_reward_discount(1.0)
+    rows = rows_of(session.cache)
     out = [name for name, row in rows.items() if row["side_conversations"]]
     assert out == [name for name, row in rows.items() if not sum(row["loss_mask"])]
     return out
@@ -414,28 +418,28 @@ def test_a_title_at_any_time(client: str, place: int, tools: Any) -> None:
     """A call for a title takes no reward and is not trained, whenever it comes."""
     calls = agent(tools)
     calls.insert(place, turn([system(CLIENTS[client]), user("hello")], "A title"))
-    cache = cache_of(*calls)
-    assert left_out(cache) == [str(place)]
-    assert cache[str(place)].reward is None
-    assert [i.reward for i in cache.values() if i is not calls[place]] == [1.0, 1.0]
+    session = session_of(*calls)
+    assert left_out(session) == [str(place)]
+    assert session.cache[str(place)].reward is None
+    assert [i.reward for i in session.cache.values() if i is not calls[place]] == [1.0, 1.0]
 
 
 def test_the_order_of_ends_changes_nothing() -> None:
     """Three calls run at once. The one for a title is left out, whichever ends first."""
     for order in permutations("012"):
         openings = (CODER, TITLE, user("draft"))
-        cache = cache_of(*(Interaction([opening, user("hello")]) for opening in openings))
+        session = session_of(*(Interaction([opening, user("hello")]) for opening in openings))
         for name in order:
-            cache.finish(name, turn([]).tokens, [said(name)])
-        assert left_out(cache) == ["1"]
+            session.finish(name, turn([]).tokens, [said(name)])
+        assert left_out(session) == ["1"]
 
 
 def test_a_reward_of_the_last_call_looks_at_no_other() -> None:
     """Otherwise a session of thousands of calls would keep the proxy's loop busy."""
-    cache = cache_of(*agent())
-    cache["0"].messages = None  # type: ignore[assignment]
-    cache.set_last_reward(1.0)
-    assert (cache["0"].reward, cache["1"].reward) == (None, 1.0)
+    session = session_of(*agent())
+    session.cache["0"].messages = None  # type: ignore[assignment]
+    session.set_reward(None, 1.0)
+    assert (session.cache["0"].reward, session.cache["1"].reward) == (None, 1.0)
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -443,7 +447,7 @@ def test_a_second_agent_of_one_call_is_trained(place: int) -> None:
     """A critic's only call asks for no title."""
     calls = agent()
     calls.insert(place, turn([system("You are a strict critic of code."), user("hello")], "fine"))
-    assert left_out(cache_of(*calls)) == []
+    assert left_out(session_of(*calls)) == []
     assert calls[-1].reward == 1.0
 
 
@@ -451,24 +455,23 @@ def test_a_final_answer_without_tools_is_trained() -> None:
     """It begins with the same message as the agent's other calls."""
     librarian = system("You write a title for each book.")
     final = turn([librarian, user("hello"), said("a"), user("Now answer.")], "b")
-    assert left_out(cache_of(turn([librarian, user("hello")], "a", tools=TOOLS), final)) == []
-    alone = turn([librarian, user("something else")])
-    calls = cache_of(turn([librarian, user("hello")], "a", tools=TOOLS), alone)
-    assert left_out(calls) == []
+    for last in (final, turn([librarian, user("something else")])):
+        first = turn([librarian, user("hello")], "a", tools=TOOLS)
+        assert left_out(session_of(first, last)) == []
 
 
 def test_an_agent_that_only_writes_titles_is_trained() -> None:
     """Then no call is a side conversation."""
     titles = turn([TITLE, user("a book")]), turn([TITLE, user("another")])
-    assert left_out(cache_of(*titles)) == []
+    assert left_out(session_of(*titles)) == []
 
 
 def test_a_rewarded_title_is_trained() -> None:
     """The agent has rewarded it by id."""
-    cache = cache_of(*agent(), turn([TITLE, user("hello")]))
-    cache.set_reward("2", 0.5)
-    assert left_out(cache) == []
-    assert cache["2"].reward == 0.5
+    session = session_of(*agent(), turn([TITLE, user("hello")]))
+    session.set_reward("2", 0.5)
+    assert left_out(session) == []
+    assert session.cache["2"].reward == 0.5
 
 
 # ---- rows
@@ -476,8 +479,8 @@ def test_a_rewarded_title_is_trained() -> None:
 
 def test_tensors_are_the_documents() -> None:
     """The documents' keys, dtypes and shapes, and 0, 0, -1 in the prompt."""
-    cache = cache_of(turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0))
-    tensors = cache["0"].to_tensor_dict()
+    call = turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0)
+    tensors = call.to_tensor_dict()
     expected = {
         "input_ids": torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),

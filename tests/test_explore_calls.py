@@ -40,7 +40,6 @@ X, Y, WX, WX3 = (TurnBounds(*each) for each in (("x", 2), ("y", 2), ("wx", 2), (
 XZ = TurnBounds("xz", 2, rewards=True)
 LAST_REPLY = "return self.task.result() and self.session.cache.finished()[-1].reply"
 TOO_SHORT = "return self.extend(parent.tokens, [],"
-FORGETS = "        del self.sessions[session.session_id]\n"
 # property, bounds, module, code, planted error
 MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("once", X, proxy, "session.turns.get(key) if is_retry else None", "None"),
@@ -60,8 +59,8 @@ MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("tree", X, calls.turn, "        self.session.cache.discard(self.id)\n", ""),
     ("tree", X, calls.turn, "task.cancelled() or task.exception()", "task.cancelled()"),
     ("rewards", XZ, cache, "+ gamma * fmean(", "+ fmean("),
-    ("rewards", XZ, cache, "below[read].append", "below[turn].append"),
-    ("deadlock", X, proxy, FORGETS, ""),
+    ("rewards", XZ, cache, "below[read].append", "below[call].append"),
+    ("deadlock", X, proxy, "        del self.sessions[session.session_id]\n", ""),
     ("deadlock", X, calls.sessions, "        self.ended = True\n        self.turns.clear()", ""),
     ("tokens", XZ, cache, '"logprobs": said.', '"logprobs": last.'),
     ("tokens", XZ, cache, '"versions": said.', '"versions": last.'),

@@ -81,16 +81,17 @@ class TokenLogprobs(torch.autograd.Function):
         weight, *tokens, slope = ctx.saved_tensors
         if slope is not None and not e.any():
             return None, (g[:, None] * slope).to(weight.dtype), None, None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D)
+        learns = ctx.needs_input_grad[0]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None  # (V, D)
         grad_hidden = []
         for h, ids, tau, g_c, e_c in chunks(weight, *tokens, g, e):
             log_p = chunk_log_p(h, weight, tau)  # (c, V)
             grad = chunk_gradient(log_p, ids, g_c / tau, e_c / tau).to(weight.dtype)  # (c, V)
             grad_hidden.append(grad @ weight)  # (c, V) @ (V, D)
-            if ctx.needs_input_grad[0]:
+            if grad_weight is not None:
                 grad_weight += grad.t() @ h  # (V, c) @ (c, D)
             del log_p, grad  # before the next chunk needs memory
-        return grad_weight.to(weight.dtype), torch.cat(grad_hidden), None, None
+        return grad_weight, torch.cat(grad_hidden), None, None  # autograd casts to their dtypes
 
 
 def token_logprobs(

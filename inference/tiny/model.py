@@ -250,7 +250,8 @@ class Model:
         if self.graphs is None or max(map(len, feeds)) > 1:
             inputs = self._inputs(feeds, cached, first_slot)
             inputs = inputs.to(self.device, non_blocking=self.cache.is_cuda)
-            n_shared *= self.shares and n_shared >= WORTH and len(feeds) > 1
+            if not self.shares or n_shared < WORTH or len(feeds) == 1:
+                n_shared = 0
             x = self._layers(inputs, first_slot, key_length(reach), n_shared)
         else:
             # A row for each slot from 0 on, some of them empty: few different shapes, few graphs.

@@ -17,9 +17,9 @@ all slots become longer and fewer; a sequence for which none is left goes back t
 (*retraction*), and its keys are computed again later. So memory is taken as it is used.
 
 *Fairness.* The session that runs the fewest sequences is served first. If all slots are taken, and
-another one runs at least two more, then that one loses a sequence. So as many long sequences as
-there are slots delay the others only if each has a session of its own. One that needs more room
-than is left waits, while shorter ones pass.
+another session runs at least two more, that one gives up a sequence. So a session with many long
+sequences does not shut out the others. A sequence that needs more room than is left waits, while
+shorter ones pass.
 
 Every token carries the version of the weights that computed it. New weights drop all keys and send
 the running sequences back to their queues.
@@ -107,11 +107,9 @@ class Scheduler:
         first, feeds = self._choose()
         batch = self.slots[first : first + len(feeds)]
         shared = 0
-        if (
-            self.model.shares
-        ):  # all texts begin with what the first and last in order have in common
+        if self.model.shares:
             known = [one.tokens[: one.cached] for one in batch]
-            shared = common(min(known), max(known))
+            shared = common(min(known), max(known))  # in order, all between begin with it, too
         logits = self.model.step(feeds, [one.cached for one in batch], first, shared)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
@@ -200,21 +198,22 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Retract sequences for the waiting session that runs the fewest, if other sessions run at
-        least two more."""
-        if self.n == len(self.slots):  # shorter slots, if all could become twice as long
+        """Send sequences back for the waiting session that runs the fewest, if other sessions run
+        at least two more."""
+        if self.n == len(self.slots):  # shorter slots, but twice as long as what they hold
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
         runs = self._runs()
         session = min(self.queues, key=runs.__getitem__)
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
+        # what the others can give up and still run one more than this session
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
         # The only slot of a full cache goes to a much shorter sequence.
-        is_long = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
-        if is_long or self.n - slots < spare:
+        is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
+        if is_blocked or self.n - slots < spare:
             while self.n >= slots:
-                self._retract()
+                self._send_back()
 
     def _grow(self) -> None:
         """Make the slots longer if a sequence has outgrown its own."""
@@ -222,7 +221,7 @@ class Scheduler:
         if longest > self.length:
             length, slots = self.model.fit(longest)
             while self.n > slots:
-                self._retract()
+                self._send_back()
             self._resize(length)
 
     def _resize(self, length: int) -> None:
@@ -232,14 +231,14 @@ class Scheduler:
             for one in self.slots:
                 one.cached = min(one.cached, length)
 
-    def _retract(self) -> None:
+    def _send_back(self) -> None:
         """Send a sequence back to the head of its queue: the cheapest to compute again of the
         session that runs the most. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
         self.queues[one.session].appendleft(one)
-        self.slots[i] = copy(one)
+        self.slots[i] = copy(one)  # says whose keys these are, while `one` goes on elsewhere
         self.n -= 1
         self._exchange(i, self.n)
 
