@@ -50,8 +50,8 @@ def finite(reward: Any) -> float:
     """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for anything
     else, for NaN, and for a number that is too large."""
     try:
-        number = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, OverflowError):
+        number = math.nan if isinstance(reward, str | bytes) else float(reward)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
         number = math.nan
     if abs(number) <= LARGEST_REWARD:
         return number
@@ -76,13 +76,14 @@ class InteractionWithTokenLogpReward:
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # as the agent received it
     reward: float | None = None  # r(i); after the discount, R(i)
+    # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    # set by the cache:
     turn: int = 0  # number of calls before it in its conversation
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    is_side: bool = False  # gets a reward only by its id, and is trained only with a reward
+    is_side: bool = False  # a session says so: not trained, unless it has a reward
+    # set by an export:
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
 
@@ -132,7 +133,8 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Make an interaction with its final reward and row, but without its parent."""
+    """Make an interaction with its final reward and row. Its parent and what it reads are ids in
+    `exported`; the caller replaces them (calls/client.py)."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
@@ -224,9 +226,9 @@ class InteractionCache(dict[str, Interaction]):
         """Replace every reward r(i) by the final R(i). Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
-        gamma = finite(turn_discount)
-        if not 0 <= gamma <= 1:
-            raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
+        gamma = turn_discount
+        if not isinstance(gamma, float | int) or not 0 <= gamma <= 1:
+            raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma!r:.80}")
         self._discounted = True
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
         for call in reversed(self.finished()):  # a call began after those that it reads

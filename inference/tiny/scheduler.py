@@ -1,4 +1,4 @@
-"""Decide which sequences the next step computes, and when new weights may come in.
+"""Decide which sequences the next step computes, and which of them have a slot of the cache.
 
 Each request becomes a sequence. It waits in the queue of its session, runs in a *slot* (one row of
 the cache of keys and values) and ends exactly once, with reason stop, length or abort. A step feeds
@@ -13,16 +13,16 @@ with the same 40 tokens, and C is a long prompt of another session:
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
 cache. A cache of 16,384 tokens has 85 slots of 192 or 32 of 512. When a sequence outgrows its slot,
-all slots become longer and fewer; a sequence for which none is left goes back to its queue
-(*retraction*), and its keys are computed again later. So memory is taken as it is used.
+all slots become longer and fewer; a sequence for which none is left goes back to its queue, and its
+keys are computed again later. So memory is taken as it is used.
 
-*Fairness.* The session that runs the fewest sequences is served first. If all slots are taken, and
-another session runs at least two more, that one gives up a sequence. So a session with many long
-sequences does not shut out the others. A sequence that needs more room than is left waits, while
-shorter ones pass.
+*Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
+are taken, and another session runs at least two more, that one gives up a sequence. So a session
+with many long sequences does not shut out the others. A sequence that needs more room than is left
+waits, and so do those behind it in its session; other sessions pass.
 
-Every token carries the version of the weights that computed it. New weights drop all keys and send
-the running sequences back to their queues.
+Every token carries the version of the weights that computed it. Before the server loads new
+weights it calls `retract`, which drops all keys and sends all sequences back to their queues.
 """
 
 from collections import Counter, defaultdict, deque
@@ -44,10 +44,16 @@ def common(a: list[int], b: list[int]) -> int:
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
 
 
+def common_to_all(rows: list[list[int]]) -> int:
+    """Return how many first tokens all rows share. In the order of lists, rows between two that
+    begin alike begin like them, so the least and the greatest share the fewest."""
+    return common(min(rows), max(rows))
+
+
 class Scheduler:
     """The queues, the slots and the version of the weights."""
 
-    worth = 16  # fewer shared tokens are computed: waiting and copying would take longer
+    worth = 16  # fewer shared tokens are computed again, which is quicker than to wait and copy
 
     def __init__(self, model: Any, version: str, decode: Callable[[list[int]], str]) -> None:
         self.model = model
@@ -108,8 +114,7 @@ class Scheduler:
         batch = self.slots[first : first + len(feeds)]
         shared = 0
         if self.model.shares:
-            known = [one.tokens[: one.cached] for one in batch]
-            shared = common(min(known), max(known))  # in order, all between begin with it, too
+            shared = common_to_all([one.tokens[: one.cached] for one in batch])
         logits = self.model.step(feeds, [one.cached for one in batch], first, shared)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
@@ -124,27 +129,30 @@ class Scheduler:
 
     def _choose(self) -> tuple[int, list[list[int]]]:
         """Return the first slot of the step, and what it feeds to this slot and the next ones.
-
-        A decode spans the first to the last slot that lacks only one token, and feeds one token to
-        every slot between, even if it lacks more. A prefill begins with the shortest prompt and
-        adds the next slots' prompts while they fit; it cuts a long one. After a piece comes a
-        decode, so that a long prompt does not stop the others."""
-        left = [len(one.tokens) - one.cached for one in self.running]
+        After a piece of a long prompt comes a decode, so the prompt does not stop the others."""
+        left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.was_piece or max(left) == 1):
             self.was_piece = False
-            batch = self.slots[ready[0] : ready[-1] + 1]
-            return ready[0], [one.tokens[one.cached :][:1] for one in batch]
-        first = end = min((n, i) for i, n in enumerate(left) if n > 1)[1]
-        most = PIECE_PAIRS // (self.slots[first].cached + 1)
-        most, columns = min(self.model.chunk, max(FEWEST, most)), 0
+            return self._feed(ready[0], ready[-1] + 1, 1)  # decode; those between get one, too
+        return self._prefill(left)
+
+    def _prefill(self, left: list[int]) -> tuple[int, list[list[int]]]:
+        """Begin with the shortest prompt, and add the next slots' prompts while they fit. A long
+        prompt comes alone, and in pieces."""
+        first = left.index(min(n for n in left if n > 1))
+        piece = PIECE_PAIRS // max(1, self.slots[first].cached)
+        most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
+        end, columns = first + 1, min(most, round_up(left[first], FEWEST))
         while end < self.n and left[end] > 1:
-            wider = min(most, round_up(max(columns, left[end]), FEWEST))  # with padding
-            rows = end + 1 - first
-            if rows > 1 and (wider == most or rows * wider > PREFILL_TOKENS):
+            wider = min(most, round_up(max(columns, left[end]), FEWEST))
+            if wider == most or (end + 1 - first) * wider > PREFILL_TOKENS:
                 break
-            columns, end = wider, end + 1
+            end, columns = end + 1, wider
         self.was_piece = columns == most
+        return self._feed(first, end, most)
+
+    def _feed(self, first: int, end: int, most: int) -> tuple[int, list[list[int]]]:
         return first, [one.tokens[one.cached :][:most] for one in self.slots[first:end]]
 
     # Who has a slot
@@ -172,12 +180,11 @@ class Scheduler:
 
         # The idle slot with the longest prefix; among equal ones, the one idle for longest.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
-        shared = {
-            slot: (common(last.tokens[: last.cached], wanted), -last.used)
-            for slot, last in enumerate(self.slots[self.n :], self.n)
-        }
-        slot = max(shared, key=shared.__getitem__)
-        cached, _ = shared[slot]
+        found = []
+        for slot, last in enumerate(self.slots[self.n :], self.n):
+            cached = common(last.tokens[: last.cached], wanted)
+            found.append((cached if cached >= self.worth else 0, -last.used, slot))
+        cached, _, slot = max(found)
 
         # A running sequence may share more.
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
@@ -207,12 +214,13 @@ class Scheduler:
         session = min(self.queues, key=runs.__getitem__)
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
-        # what the others can give up and still run one more than this session
+        needed = self.n - slots + 1  # how many have to go back
+        # How many the others can give up and still run one more than this session.
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
         # The only slot of a full cache goes to a much shorter sequence.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
-        if is_blocked or self.n - slots < spare:
-            while self.n >= slots:
+        if is_blocked or needed <= spare:
+            for _ in range(needed):
                 self._send_back()
 
     def _grow(self) -> None:
