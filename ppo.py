@@ -17,9 +17,9 @@ With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1
 A token whose w exceeds `behave_imp_weight_cap` counts in the mean, but as 0. For A < 0 the term u A
 has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
-The advantage of a turn with final reward R is A = (R - mean) / std. Mean and std are over its cell:
-the turns of its group with the same number, such as all second turns. All tokens of a turn get its
-A.
+The advantage of a turn with final reward R is A = (R - mean) / std. By default both are over its
+cell: the turns of its group with the same number, such as all second turns. All tokens of a turn
+get its A.
 
 The clip does not bound u, because the gradients of other tokens still move it. The cap biases the
 gradient. There is no critic. `actor.loss` and `actor.advantages` may name other functions with the

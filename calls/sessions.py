@@ -15,7 +15,7 @@ its new messages copy whole, and the calls that its header names (`Session._link
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
 agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
-or child, a pattern matches its first message, and other calls begin with another message.
+or child, its first message matches SIDE, and the session has calls that begin otherwise.
 """
 
 import itertools

@@ -8,10 +8,10 @@ RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.
 numbers that were read from RUN. The figures show the following:
 
     `front.svg` and `straddle.svg` show numbers from docs/figures.json, and so does `compare.svg`,
-    whose numbers bench/compare.py measures, and `tool.svg` (`--tool runs/seeds/tool`, the folder of
-    bench/seeds.py). `timelines.svg` shows two
-    runs that bench/simulate.py simulates with the measured times of a finished run. `rewards.svg`
-    shows rewards that the InteractionCache of cache.py computes.
+    whose numbers bench/compare.py measures, `tool.svg` (`--tool runs/seeds/tool`, the folder of
+    bench/seeds.py) and `credit.svg` (`--credit FOLDER`, with runs called gamma0-seed1 and so on).
+    `timelines.svg` shows two runs that bench/simulate.py simulates with the measured times of a
+    finished run. `rewards.svg` shows rewards that the InteractionCache of cache.py computes.
 """
 
 import csv
@@ -315,12 +315,12 @@ def draw_compare(data: dict[str, Any]) -> str:
     return svg(640, floor + 30, title, parts)
 
 
-def read_curves(folder: Path) -> dict[str, dict[str, float]]:
-    """Return the success on validation prompts by step, by run, of all runs in a folder."""
+def read_curves(folder: Path, metric: str = "eval_success") -> dict[str, dict[str, float]]:
+    """Return a metric by step, by run, of all runs in a folder."""
     files = sorted(folder.glob("*/metrics.jsonl"))
     lines = {file: map(json.loads, file.read_text().splitlines()) for file in files}
     return {
-        file.parent.name: {x["step"]: x["eval_success"] for x in lines[file] if "eval_success" in x}
+        file.parent.name: {x["step"]: x[metric] for x in lines[file] if metric in x}
         for file in files
     }
 
@@ -338,6 +338,21 @@ def draw_tool(data: dict[str, Any]) -> str:
     return draw_chart(
         title, ["0", *steps], lines, 1.0, "training step", "success on held-out problems"
     )
+
+
+def draw_credit(data: dict[str, Any]) -> str:
+    """Draw the success of training episodes with three discounts: single runs, and their means."""
+    lines: list[Line] = []
+    gammas = {"1": "#a8c0d8", "0.9": "#f6c3c9", "0": "#bcdcc0"}
+    for colour, (gamma, light) in zip(COLOURS, gammas.items()):
+        runs = [run for name, run in data["credit"].items() if name.startswith(f"gamma{gamma}-")]
+        curves = [[*run.values()] for run in runs]
+        mean = [sum(column) / len(curves) for column in zip(*curves, strict=True)]
+        lines = [*[("", light, True, curve) for curve in curves], *lines]
+        lines.append((f"gamma {gamma}", colour, False, mean))
+    ticks = [*runs[0]]
+    title = "The reward of the answer goes back to the call, or does not"
+    return draw_chart(title, ticks, lines, 1.0, "training step", "success of training episodes")
 
 
 def draw_straddle(data: dict[str, Any]) -> str:
@@ -479,6 +494,7 @@ def draw_all() -> dict[str, str]:
         "rewards.svg": draw_tree(),
         **({"compare.svg": draw_compare(data)} if "compare" in data else {}),
         **({"tool.svg": draw_tool(data)} if "tool" in data else {}),
+        **({"credit.svg": draw_credit(data)} if "credit" in data else {}),
     }
 
 
@@ -498,6 +514,8 @@ def main(words: list[str]) -> None:
         keep(run=read_run(Path(words[1]), 12))
     elif words[:1] == ["--tool"]:
         keep(tool=read_curves(Path(words[1])))
+    elif words[:1] == ["--credit"]:
+        keep(credit=read_curves(Path(words[1]), "success"))
     elif words[:1] == ["--answers"]:
         keep(answers=read_answers(Path(words[1]), 8))
     else:

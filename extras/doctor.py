@@ -332,9 +332,9 @@ class Canary:
     the weights differ. In bfloat16, rounding may hide a missed update. But then the server's answer
     has the same bits as before, which reveals it.
 
-    The trainer does not wait for a busy server. It scores the previous answer with the new weights.
-    One step later, when the new answer has come, the trainer compares its scores with the server's,
-    up to the first token that differs.
+    The trainer scores the previous answer with the new weights, and does not wait for the server.
+    Only at the next batch, when the new answer should be there, it compares its scores with the
+    server's, up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -398,8 +398,8 @@ def compare(
     before: dict[Tokens, Tensor],
 ) -> tuple[Tensor, bool]:
     """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
-    weights (`scores`) and with the old ones (`before`). Return the errors in nats (n,) of the n
-    tokens that both begin with, and whether only the trainer's numbers have changed."""
+    weights (`scores`) and with the old ones (`before`). Return |scores - now's logprobs| (n,) in
+    nats, of the n tokens that both begin with, and whether only the scores have changed."""
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
     n = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
@@ -526,7 +526,7 @@ class Doctor:
 
 
 class Strict(Doctor):
-    """A doctor that ends the run at its first finding."""
+    """A doctor that ends the run at its first finding but `waiting`."""
 
     strict = True
 

@@ -186,7 +186,7 @@ def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
-    Raises EngineError with status 400 if the server calls the request wrong, 503 if the server has
+    Raises EngineError with status 400 if the server rejects the request, 503 if the server has
     failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. A server
     that has only a part of its new weights reports "7-incomplete", which is no version.
     """

@@ -1,7 +1,7 @@
 """`python -m inference.with_parent COMMAND ...` runs a command, and ends it with our parent.
 
 SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM.
-When it has then ended, or three seconds later, our whole process group gets SIGKILL. So start this
+Once it has ended, or after three seconds, our whole process group gets SIGKILL. So start this
 module in its own session.
 """
 

@@ -10,10 +10,10 @@ trainer's thread hands in work and waits.
 Instead of AReaL's two polling threads, `_produce` starts tasks when the gate may have opened, and
 `_run` records how a task ended.
 
-rollout.stale chooses the groups of a batch. `wait` takes the B unconsumed groups that started
-first, so one slow group delays its batch. `mask` and `drop` take the groups that finished first,
-and leave out tokens or whole groups that are too old. No trained token is more than eta versions
-old: staleness.py has the proof, and `take` checks it.
+The key rollout.stale says which groups form a batch. `wait` takes the B unconsumed groups that
+started first, so one slow group delays its batch. `mask` and `drop` take the groups that finished
+first, and leave out tokens or whole groups that are too old. No trained token is more than eta
+versions old: staleness.py has the proof, and `take` checks it.
 
 If a task returns None or raises, it is rejected and another one is drawn. The run stops after
 `max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From

@@ -1,10 +1,10 @@
 """Steps that a GPU replays.
 
-A step copies its inputs to the GPU, and waits once, for the tokens that are drawn (sampling.py).
-Between them it starts kernels: about a thousand for a decode of a model with 1.5B parameters, most
-of them small. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph
-is a list of kernels that is captured once and starts as one. It repeats the same kernels at the
-same addresses:
+A step copies its inputs to the GPU, and waits once, for the tokens that are drawn (sampling.py). In
+between it starts kernels: about a thousand for a decode of a model with 1.5B parameters, most of
+them small. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph is a
+list of kernels that is captured once and starts as one. It repeats the same kernels at the same
+addresses:
 
 - What changes from step to step lies in one tensor, which is filled anew before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.

@@ -22,7 +22,7 @@ column by column (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a
 multiples of 8 tokens, and the number of keys is chosen (`key_length`).
 
 *bfloat16* halves the bytes of weights and keys. Sums stay in float32: x, norm, rotation, softmax.
-Keys that all rows share are read once (`attend_apart`). On a GPU, decodes are replayed (graphs.py).
+Keys that all rows share are read once (`attend_apart`). On a GPU, decodes are CUDA graphs.
 """
 
 import json

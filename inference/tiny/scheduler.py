@@ -14,7 +14,7 @@ with the same 40 tokens, and C is a long prompt of another session:
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
 cache. A cache of 16,384 tokens has 85 slots of 192 or 32 of 512. When a sequence outgrows its slot,
 all slots become longer and fewer; a sequence for which none is left goes back to its queue, and its
-keys are computed again later. So memory is taken as it is used.
+keys are computed again later. So slots grow only when needed.
 
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
 are taken, and another session runs at least two more, that one gives up a sequence. So a session

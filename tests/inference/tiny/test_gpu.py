@@ -1,5 +1,5 @@
 """The small server on a GPU draws the tokens that it draws on a CPU, and waits once a step. On a
-machine without a GPU, tests/pretended_gpu.py stands in for it."""
+machine without a GPU, tests/fake_gpu.py stands in for it."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretended_gpu import PretendedGPU
+from fake_gpu import FakeGPU
 from test_tiny_server import PROMPT, sequence
 
 from inference.tiny.graphs import Graphs
@@ -17,13 +17,13 @@ from inference.tiny.scheduler import Scheduler
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU | None]:
-    """The pretended GPU; None if there is a real one."""
-    with nullcontext() if torch.cuda.is_available() else PretendedGPU(monkeypatch) as pretended:
-        yield pretended
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU | None]:
+    """The fake GPU; None if there is a real one."""
+    with nullcontext() if torch.cuda.is_available() else FakeGPU(monkeypatch) as fake:
+        yield fake
 
 
-def play(model: Model, other: Path, gpu: PretendedGPU | None = None) -> list[Sequence]:
+def play(model: Model, other: Path, gpu: FakeGPU | None = None) -> list[Sequence]:
     """Prompts in pieces, a shared prefix, slots that grow and shrink, sequences that make room for
     others, new weights, and each way to sample."""
     ways = [("top_p", 1), ("top_p", 0.5), ("top_k", 3), ("temperature", 0), ("temperature", 0.7)]
@@ -47,7 +47,7 @@ def play(model: Model, other: Path, gpu: PretendedGPU | None = None) -> list[Seq
 
 
 def test_the_same_tokens_as_on_a_cpu(
-    tiny_model_dir: Path, other_model_dir: Path, gpu: PretendedGPU | None
+    tiny_model_dir: Path, other_model_dir: Path, gpu: FakeGPU | None
 ) -> None:
     """Whatever a step consists of, and whether its graph is there or has to be captured again."""
     expected = play(Model(str(tiny_model_dir), 4, 2048), other_model_dir)
@@ -61,7 +61,7 @@ def test_the_same_tokens_as_on_a_cpu(
     assert len(model.graphs.captured) == 3
 
 
-def test_bfloat16_adds_in_float32(tiny_model_dir: Path, gpu: PretendedGPU | None) -> None:
+def test_bfloat16_adds_in_float32(tiny_model_dir: Path, gpu: FakeGPU | None) -> None:
     """The logits have more digits than a bfloat16 number, and are near those of float32."""
     exact = Model(str(tiny_model_dir), 2).step([PROMPT], [0])
     model = Model(str(tiny_model_dir), 2, dtype="bfloat16", device="cuda")
@@ -74,7 +74,7 @@ def test_bfloat16_adds_in_float32(tiny_model_dir: Path, gpu: PretendedGPU | None
 def test_what_a_graph_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number of the CPU stays as it was captured, and nothing is sent or awaited. So a step that
     does this fails above."""
-    with PretendedGPU(monkeypatch):
+    with FakeGPU(monkeypatch):
         graphs, x, factor = Graphs(), torch.ones(3), [2.0]
         for scale in (1, 5):
             assert graphs.run("x", lambda x: x * factor[0], scale * x).tolist() == [2 * scale] * 3

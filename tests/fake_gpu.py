@@ -1,6 +1,6 @@
 """A GPU for tests on a machine without one.
 
-Inside `with PretendedGPU(monkeypatch):` a tensor made for "cuda" says that it is there, though it
+Inside `with FakeGPU(monkeypatch):` a tensor made for "cuda" says that it is there, though it
 lies in the machine's memory. An operation refuses tensors of both places, CPU scalars excepted, as
 a GPU does. It counts what is sent to the GPU, and how often the CPU waits for it.
 
@@ -47,7 +47,7 @@ class Graph:
                     out.copy_(again)
 
 
-class PretendedGPU(TorchFunctionMode):
+class FakeGPU(TorchFunctionMode):
     def __init__(self, monkeypatch: Any) -> None:
         super().__init__()
         self.sent = self.waits = 0
