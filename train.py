@@ -130,7 +130,7 @@ class PPOTrainer:
     def __init__(self, config: TrainConfig, run: Run | None = None) -> None:
         self.run = run or Run(config)
         self.config = config
-        names = [*config.callbacks, *["extras.trace.Trace"] * config.rollout.enable_tracing]
+        names = config.callbacks + (["extras.trace.Trace"] if config.rollout.enable_tracing else [])
         self.run.callbacks += [import_name(name)(config) for name in names]
 
     def train(

@@ -130,8 +130,8 @@ class DispatchState:
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is unfinished.
 
-        Groups or tokens that are too old are left out. If a group still exceeds the bound, this
-        raises StalenessError and consumes nothing.
+        What is too old is dropped first. If a group still exceeds the bound, this raises
+        StalenessError and consumes none.
         """
         while batch := {i: self.trainable(data) for i, data in self.next_groups(count).items()}:
             if not (too_old := [i for i, data in batch.items() if data is None]):
