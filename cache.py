@@ -34,8 +34,9 @@ import copy
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from statistics import fmean
 from typing import Any
 
@@ -59,6 +60,11 @@ def finite(reward: Any) -> float:
     raise Refusal(f"reward: {needed}, not {reward!r:.80}")
 
 
+def check_discount(gamma: Any) -> None:
+    if not (isinstance(gamma, Real) and 0 <= float(gamma) <= 1):
+        raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma!r:.80}")
+
+
 def check_style(style: Any) -> None:
     if style not in ("individual", "concat"):
         raise Refusal(f"style: individual or concat is needed, not {style!r}")
@@ -78,7 +84,7 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    turn: int = 0  # number of calls before it in its conversation
+    turn: int = 0  # number of calls before it in its conversation, or in the one that it reads
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
@@ -222,13 +228,14 @@ class InteractionCache(dict[str, Interaction]):
     def set_last_reward(self, reward: Any) -> None:
         self.set_reward(None, reward)
 
-    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace every reward r(i) by the final R(i). Raises RuntimeError the second time."""
+    def apply_reward_discount(
+        self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
+    ) -> None:
+        """Replace every reward r(i) by the final R(i), which goes to the call's parent, and to all
+        that it reads if it is among `leads`. Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
-        gamma = turn_discount
-        if not isinstance(gamma, float | int) or not 0 <= gamma <= 1:
-            raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma!r:.80}")
+        check_discount(gamma := turn_discount)
         self._discounted = True
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
         for call in reversed(self.finished()):  # a call began after those that it reads
@@ -237,7 +244,8 @@ class InteractionCache(dict[str, Interaction]):
             # R(i) = r(i) + gamma * mean R(c)
             call.reward = (call.reward or 0.0) + gamma * fmean(below[call] or [0.0])
             for read in call.reads:
-                below[read].append(call.reward)
+                if read is call.parent or call in leads:
+                    below[read].append(call.reward)
 
     # ---- export
 

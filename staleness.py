@@ -15,7 +15,7 @@ A dropped or withdrawn group gives its place back, too. The gate never deadlocks
 waits at version v and no group runs, the v B consumed groups and at most B - 1 others hold places.
 So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
-**The gate alone bounds nothing.** If steps took the groups that finish first, a slow group would
+**The gate alone bounds no age.** If steps took the groups that finish first, a slow group would
 grow old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale`
 names the rule by which rollout/dispatcher.py chooses groups:
 

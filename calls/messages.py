@@ -18,8 +18,8 @@ compares only what `canonical` returns: role, text, calls (id, name, arguments) 
 In a system message, text that matches VOLATILE does not count, because some clients change it with
 every call. Any other changed text begins a new conversation.
 
-**References.** Instead of the history a client may send an id, as `previous_response_id` or
-`item_reference`. `find` looks the id up in the session.
+**References.** An id may stand for the history (`previous_response_id`) or for an item
+(`item_reference`). `find` looks the id up in the session.
 
 **Parameters** that could change the answer are used or refused; others are ignored. Images, files
 and unknown blocks become a placeholder; if refused, they would also fail every later call.

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cache import Interaction, InteractionCache, extend
+from cache import Interaction, InteractionCache, check_discount, extend
 from calls.messages import Message, Refusal
 from inference.io_struct import ModelResponse
 
@@ -59,7 +59,7 @@ class Session:
     ended: bool = False
     # For links and side conversations:
     leaves: dict[Any, str] = field(default_factory=dict)  # not continued -> its `needle`
-    named: dict[Any, list[Interaction]] = field(default_factory=dict)  # what a header names
+    named: dict[str, list[Interaction]] = field(default_factory=dict)  # by a call's id
     opening: dict[Any, int] = field(default_factory=dict)  # digest of a call's first message
     agents: set[int] = field(default_factory=set)  # openings that no client sends by itself
 
@@ -126,10 +126,10 @@ class Session:
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.cache.values()))
             for first in ancestors(reports + names).intersection(later):
                 first.reads = first.reads or [parent]
-        else:
-            call.turn = max(x.turn + 1 for x in found + names)
-        self.named[call] = names
+        self.named[call.interaction_id] = names
         call.reads = newest(found + names + call.reads)
+        if not parent:
+            call.turn = max(x.turn + 1 for x in call.reads)
 
     # ---- rewards
 
@@ -148,16 +148,22 @@ class Session:
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
         """Replace rewards by final ones. With `cut`, a call reads only what it continues or names.
         What it has copied gets nothing from it, unless it leads to a reward."""
+        check_discount(turn_discount)
         finished = self.cache.finished()
         for call in finished if cut else ():
             parent = [call.parent] if call.parent else []
-            call.reads = newest(self.named.get(call, []) + parent)
+            call.reads = newest(self.named.get(call.interaction_id, []) + parent)
+        self._mark_side_conversations()
         leads = ancestors(call for call in finished if call.reward is not None)
-        for call in set(finished) - leads:
-            call.reads = [x for x in call.reads if x is call.parent]
-        for call in finished:
+        self.cache.apply_reward_discount(turn_discount, leads)
+
+    def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
+        self._mark_side_conversations()
+        return self.cache.export_interactions(style)
+
+    def _mark_side_conversations(self) -> None:
+        for call in self.cache.finished():
             call.is_side = self.is_side(call)
-        self.cache.apply_reward_discount(turn_discount)
 
 
 def newest(calls: list[Interaction]) -> list[Interaction]:

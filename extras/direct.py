@@ -30,7 +30,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.cache, self.set_reward = session.cache, session.set_reward
         self.set_last_reward = functools.partial(session.set_reward, None)
         self.apply_reward_discount = session.apply_reward_discount
-        self.export_interactions = session.cache.export_interactions
+        self.export_interactions = session.export_interactions
         transport = sdk_http.ASGITransport(create_app(proxy))
         super().__init__(
             base_url=f"http://in-process/{session.session_id}/v1",

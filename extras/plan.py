@@ -306,11 +306,11 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """The bytes of all saved models, of two versions for the servers, and of two checkpoints with
-    parameters and moments: the last one, and the one that is being written."""
+    """The bytes of all saved models, of two versions for the servers, and of three checkpoints with
+    parameters and moments: the last two, and the one that is being written."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
-    return (4 * models + 12 * 2 + 2 * number_bytes(config.actor)) * n
+    return (4 * models + 12 * 3 + 2 * number_bytes(config.actor)) * n
 
 
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:

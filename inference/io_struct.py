@@ -156,7 +156,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return a call's seed, a hash that does not depend on the order of calls."""
+    """Return a call's seed, a hash that other episodes' calls do not change."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -15,7 +15,7 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. Nothing 
 | temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside | 1 |
 | rewards | float32 [B] | final reward of the row's last turn | |
 | truncated | int32 [B] | 1 = the last turn reached its token limit | |
-| side_conversations | int32 [B] | 1 = untrained side conversation (cache.py) | |
+| side_conversations | int32 [B] | 1 = untrained side conversation (calls/sessions.py) | |
 | masked | int32 [B] | number of tokens that are too old for the loss (staleness.py) | |
 | parents | int32 [B] | row, within the task, that this row continues; -1 = none | |
 | group_ids | int32 [B] | equal for the rows of one prompt group | |

@@ -2,8 +2,8 @@
 
 `begin` reads the command line and starts the servers without torch, so they load while train.py
 imports torch. Callbacks get the `Run`: configuration, processes, and the parts that train.py adds.
-Its `with` block ends everything that was started, also after Ctrl-C, an exception or the death of a
-server. `main` prints how to go on after a failure, and returns an exit code:
+Leaving its `with` block ends everything that was started, even after Ctrl-C, an exception or a
+server's death. `main` prints how to go on after a failure, and returns an exit code:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """

@@ -5,7 +5,7 @@ neighbour in the batch changes it. A request that is aborted and sent again with
 goes on with the same numbers.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
-trainer applies none of the three. At T = 0 they are those of T = 1.
+trainer applies none of the three. At T = 0 the formula has T = 1.
 """
 
 import asyncio

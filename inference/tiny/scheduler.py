@@ -103,7 +103,7 @@ class Scheduler:
     # A step
 
     def step(self) -> bool:
-        """Compute one step. Return False if there is nothing to compute."""
+        """Compute one step. Return False if paused, or if there is nothing to compute."""
         if self.paused:
             return False
         self._grow()
@@ -184,7 +184,7 @@ class Scheduler:
         for slot, last in enumerate(self.slots[self.n :], self.n):
             cached = common(last.tokens[: last.cached], wanted)
             found.append((cached if cached >= self.worth else 0, -last.used, slot))
-        cached, _, slot = max(found)
+        cached, _, slot = max(found, key=lambda one: one[:2])
 
         # A running sequence may share more.
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
@@ -251,7 +251,7 @@ class Scheduler:
         self._exchange(i, self.n)
 
     def _release(self) -> None:
-        """Take ended sequences out of their slots, and fill each gap from the highest slot."""
+        """Exchange each ended sequence with the running one in the highest slot."""
         for i in reversed(range(self.n)):
             if self.slots[i].finish:
                 self.n -= 1

@@ -9,14 +9,14 @@ for the running step: at most 512 tokens of prompts, or one token per sequence. 
 weights has a thread of its own.
 
 A route ignores the fields of a body that it does not know, as SGLang does. But it refuses an
-unknown sampling parameter, without which the tokens would have another distribution. It also
-refuses a request that the server could not complete.
+unknown sampling parameter: to ignore one would change the tokens' distribution. It also refuses a
+request that the server could not complete.
 
-A request's tokens and logprobs depend only on its seed, its prompt and the weights (on a GPU, their
-rounding also on its neighbours). New weights are loaded between two steps, and running requests go
-on with them. A client that hangs up does not end its request; /abort_request does. Not supported:
-streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA, mixtures of
-experts, the pause mode in_place, and weights by a process group.
+A request's tokens and logprobs depend only on its prompt, its sampling_params and the weights (on a
+GPU, rounding also on its neighbours). New weights are loaded between two steps, and running
+requests go on with them. A client that hangs up does not end its request; /abort_request does. Not
+supported: streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA,
+mixtures of experts, the pause mode in_place, and weights by a process group.
 """
 
 import argparse
