@@ -16,8 +16,8 @@ in `canonical` form (calls/messages.py), because clients rewrite JSON.
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 without any)
 
 A call reads the answer that it continues, so B and C read A. Three successive calls with rewards 0,
-0, 1 and gamma = 0.5 get 0.25, 0.5, 1. What a call has read without continuing it, and which calls
-get no reward, is decided by calls/sessions.py.
+0, 1 and gamma = 0.5 get 0.25, 0.5, 1. calls/sessions.py decides what a call has read without
+continuing it, and which calls get no reward.
 
 **Rows.** Style "individual" makes a row for each turn, and style "concat" a row for each leaf:
 
@@ -36,7 +36,6 @@ import math
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from statistics import fmean
 from typing import Any
 
@@ -47,7 +46,7 @@ from inference.io_struct import ModelResponse
 LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
 
 
-def finite(reward: Any) -> float:
+def finite(reward: Any, what: str = "reward") -> float:
     """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for anything
     else, for NaN, and for a number that is too large."""
     try:
@@ -57,12 +56,14 @@ def finite(reward: Any) -> float:
     if abs(number) <= LARGEST_REWARD:
         return number
     needed = f"a finite number of at most {LARGEST_REWARD:g} is needed"
-    raise Refusal(f"reward: {needed}, not {reward!r:.80}")
+    raise Refusal(f"{what}: {needed}, not {reward!r:.80}")
 
 
-def check_discount(gamma: Any) -> None:
-    if not (isinstance(gamma, Real) and 0 <= float(gamma) <= 1):
-        raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma!r:.80}")
+def check_discount(discount: Any) -> float:
+    gamma = finite(discount, "discount")
+    if not 0 <= gamma <= 1:
+        raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
+    return gamma
 
 
 def check_style(style: Any) -> None:
@@ -88,7 +89,9 @@ class InteractionWithTokenLogpReward:
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    is_side: bool = False  # a session says so: not trained, unless it has a reward
+    # set by a session: the digest of the first message, and those of the calls of agents
+    opening: int = 0
+    agents: set[int] = field(default_factory=set)
     # set by an export:
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
@@ -96,6 +99,12 @@ class InteractionWithTokenLogpReward:
     @property
     def complete(self) -> bool:
         return self.model_response is not None
+
+    @property
+    def is_side(self) -> bool:
+        """Whether this is a side conversation. Only its first message counts: if any call that
+        begins with it has tools or a parent, no such call is one."""
+        return bool(self.agents) and self.opening not in self.agents
 
     @property
     def tokens(self) -> ModelResponse:
@@ -212,8 +221,9 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return a finished call; None means the latest. Raises Refusal if there is none."""
-        latest = (call for call in reversed(self.values()) if call.complete)
+        """Return a finished call; None means the latest that is not a side conversation. Raises
+        Refusal if there is none."""
+        latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
             which = "call" if interaction_id is None else f"call {interaction_id!r}"
@@ -231,11 +241,11 @@ class InteractionCache(dict[str, Interaction]):
     def apply_reward_discount(
         self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
     ) -> None:
-        """Replace every reward r(i) by the final R(i), which goes to the call's parent, and to all
-        that it reads if it is among `leads`. Raises RuntimeError the second time."""
+        """Replace every reward r(i) by the final R(i). A call passes it to its parent, and a call
+        among `leads` passes it to all that it reads. Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
-        check_discount(gamma := turn_discount)
+        gamma = check_discount(turn_discount)
         self._discounted = True
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
         for call in reversed(self.finished()):  # a call began after those that it reads

@@ -183,7 +183,7 @@ class Proxy:
 
     def set_reward(self, session: Session, body: Json) -> Json:
         session.check_open()
-        session.set_reward(get(body, "interaction_id", str), body.get("reward"))
+        session.cache.set_reward(get(body, "interaction_id", str), body.get("reward"))
         return {"message": "ok"}
 
     def end_session(self, session: Session, body: Json) -> Json:
@@ -200,7 +200,7 @@ class Proxy:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
         check_style(style := body.get("style", "individual"))
         session.apply_reward_discount(body.get("discount", 1.0), body.get("compaction") == "cut")
-        rows = session.export_interactions(style)
+        rows = session.cache.export_interactions(style)
         del self.sessions[session.session_id]
         return rows
 

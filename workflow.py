@@ -2,7 +2,7 @@
 
 An **episode** is one run of `arun_episode(engine, data)`: it turns one sample of the dataset into
 rows to train on. An episode returns a dict of tensors (rollout/trajectory.py), a dict of an agent's
-calls (cache.py), or None, which rejects it. An episode that raises has failed.
+calls (cache.py), or None, which rejects the episode. An episode that raises has failed.
 
     RLVRWorkflow            one prompt, one answer, and a function that computes its reward
     MultiTurnWorkflow       one prompt, and new answers until one has a positive reward

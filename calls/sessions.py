@@ -60,7 +60,6 @@ class Session:
     # For links and side conversations:
     leaves: dict[Any, str] = field(default_factory=dict)  # not continued -> its `needle`
     named: dict[str, list[Interaction]] = field(default_factory=dict)  # by a call's id
-    opening: dict[Any, int] = field(default_factory=dict)  # digest of a call's first message
     agents: set[int] = field(default_factory=set)  # openings that no client sends by itself
 
     def check_open(self) -> None:
@@ -97,9 +96,9 @@ class Session:
         self.leaves.pop(call.parent, None)
         if said := needle(output):
             self.leaves[call] = said
-        self.opening[call] = extend(0, call.messages[0])
+        call.opening, call.agents = extend(0, call.messages[0]), self.agents
         if not looks_like_side(call):
-            self.agents.add(self.opening[call])
+            self.agents.add(call.opening)
 
     def _link(self, call: Interaction, names: list[Interaction]) -> None:
         """Add to what `call` reads: the calls that it names, and the leaves whose answers its new
@@ -119,7 +118,7 @@ class Session:
         if not (found or names):
             return
         # What is read is no side conversation.
-        self.agents |= {self.opening[x] for x in found + names}
+        self.agents |= {x.opening for x in found + names}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self.leaves[x], results)]
@@ -131,39 +130,16 @@ class Session:
         if not parent:
             call.turn = max(x.turn + 1 for x in call.reads)
 
-    # ---- rewards
-
-    def is_side(self, call: Interaction) -> bool:
-        """Whether a finished call is a side conversation. Only its first message counts: if any
-        call that begins with it has tools or a parent, no such call is one."""
-        return bool(self.agents) and self.opening[call] not in self.agents
-
-    def set_reward(self, call_id: str | None, reward: Any) -> None:
-        """Reward a finished call; None means the latest that is not a side conversation."""
-        if call_id is None:
-            latest = (x for x in reversed(self.cache.values()) if x.complete)
-            call_id = next((x.interaction_id for x in latest if not self.is_side(x)), None)
-        self.cache.set_reward(call_id, reward)
-
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
         """Replace rewards by final ones. With `cut`, a call reads only what it continues or names.
-        What it has copied gets nothing from it, unless it leads to a reward."""
-        check_discount(turn_discount)
+        A call that leads to no reward passes nothing to what it has copied."""
+        check_discount(turn_discount)  # before anything changes
         finished = self.cache.finished()
         for call in finished if cut else ():
             parent = [call.parent] if call.parent else []
             call.reads = newest(self.named.get(call.interaction_id, []) + parent)
-        self._mark_side_conversations()
         leads = ancestors(call for call in finished if call.reward is not None)
         self.cache.apply_reward_discount(turn_discount, leads)
-
-    def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        self._mark_side_conversations()
-        return self.cache.export_interactions(style)
-
-    def _mark_side_conversations(self) -> None:
-        for call in self.cache.finished():
-            call.is_side = self.is_side(call)
 
 
 def newest(calls: list[Interaction]) -> list[Interaction]:

@@ -316,13 +316,17 @@ def draw_compare(data: dict[str, Any]) -> str:
 
 
 def read_curves(folder: Path, metric: str = "eval_success") -> dict[str, dict[str, float]]:
-    """Return a metric by step, by run, of all runs in a folder."""
+    """Return {run: {step: value}} of a metric, for all runs in a folder."""
     files = sorted(folder.glob("*/metrics.jsonl"))
     lines = {file: map(json.loads, file.read_text().splitlines()) for file in files}
     return {
         file.parent.name: {x["step"]: x[metric] for x in lines[file] if metric in x}
         for file in files
     }
+
+
+def average(curves: list[list[float]]) -> list[float]:
+    return [sum(column) / len(curves) for column in zip(*curves, strict=True)]
 
 
 def draw_tool(data: dict[str, Any]) -> str:
@@ -332,8 +336,7 @@ def draw_tool(data: dict[str, Any]) -> str:
     curves = [[data["base"], *run.values()] for run in runs]
     names = ["one run", *[""] * (len(curves) - 1)]
     lines = [(name, "#a8c0d8", False, curve) for name, curve in zip(names, curves)]
-    mean = [sum(column) / len(curves) for column in zip(*curves, strict=True)]
-    lines.append((f"mean of {len(curves)}", COLOURS[0], False, mean))
+    lines.append((f"mean of {len(curves)}", COLOURS[0], False, average(curves)))
     title = "SmolLM2-135M learns to call a calculator"
     return draw_chart(
         title, ["0", *steps], lines, 1.0, "training step", "success on held-out problems"
@@ -347,9 +350,8 @@ def draw_credit(data: dict[str, Any]) -> str:
     for colour, (gamma, light) in zip(COLOURS, gammas.items()):
         runs = [run for name, run in data["credit"].items() if name.startswith(f"gamma{gamma}-")]
         curves = [[*run.values()] for run in runs]
-        mean = [sum(column) / len(curves) for column in zip(*curves, strict=True)]
         lines = [*[("", light, True, curve) for curve in curves], *lines]
-        lines.append((f"gamma {gamma}", colour, False, mean))
+        lines.append((f"gamma {gamma}", colour, False, average(curves)))
     ticks = [*runs[0]]
     title = "The reward of the answer goes back to the call, or does not"
     return draw_chart(title, ticks, lines, 1.0, "training step", "success of training episodes")
@@ -492,9 +494,9 @@ def draw_all() -> dict[str, str]:
         "timelines.svg": draw_timelines(),
         "straddle.svg": draw_straddle(data),
         "rewards.svg": draw_tree(),
-        **({"compare.svg": draw_compare(data)} if "compare" in data else {}),
-        **({"tool.svg": draw_tool(data)} if "tool" in data else {}),
-        **({"credit.svg": draw_credit(data)} if "credit" in data else {}),
+        "compare.svg": draw_compare(data),
+        "tool.svg": draw_tool(data),
+        "credit.svg": draw_credit(data),
     }
 
 

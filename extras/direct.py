@@ -21,16 +21,16 @@ from proxy import Proxy, create_app
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """The client also has the session's methods for rewards and export. `engine` must have `async
+    """The client also has methods for rewards and export. `engine` must have `async
     agenerate(ModelRequest)`; `options` are those of Proxy."""
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
         proxy = Proxy(engine, tokenizer, secrets.token_urlsafe(), **options)
         session = proxy.start(task_id)
-        self.cache, self.set_reward = session.cache, session.set_reward
-        self.set_last_reward = functools.partial(session.set_reward, None)
+        self.cache = cache = session.cache
+        self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward
         self.apply_reward_discount = session.apply_reward_discount
-        self.export_interactions = session.export_interactions
+        self.export_interactions = cache.export_interactions
         transport = sdk_http.ASGITransport(create_app(proxy))
         super().__init__(
             base_url=f"http://in-process/{session.session_id}/v1",

@@ -333,7 +333,7 @@ class Canary:
     has the same bits as before, which reveals it.
 
     The trainer scores the previous answer with the new weights, and does not wait for the server.
-    Only at the next batch, when the new answer should be there, it compares its scores with the
+    At the next batch, when the new answer should be there, the trainer compares its scores with the
     server's, up to the first token that differs.
     """
 
@@ -526,7 +526,7 @@ class Doctor:
 
 
 class Strict(Doctor):
-    """A doctor that ends the run at its first finding but `waiting`."""
+    """A doctor whose first finding ends the run, unless it is `waiting`."""
 
     strict = True
 

@@ -156,7 +156,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return a call's seed, a hash that other episodes' calls do not change."""
+    """Return the seed of an episode's call, a hash. Calls of other episodes do not change it."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

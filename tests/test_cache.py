@@ -139,7 +139,7 @@ def play(calls: list[Call]) -> Session:
         message = said(answer) if isinstance(answer, str) else said("", ("f", {"a": answer}))
         session.finish(str(k), response, [message])
         if call.reward is not None:
-            session.set_reward(str(k), call.reward)
+            session.cache.set_reward(str(k), call.reward)
     return session
 
 
@@ -287,7 +287,7 @@ RESULTS = [{"role": "tool", "content": x} for x in (json.dumps([REPORT]), "said:
 
 def final_rewards(session: Session, links: bool) -> list[float | None]:
     """The rewards of all calls if the last one gets 1, with gamma 1/2."""
-    session.set_reward(None, 1)
+    session.cache.set_last_reward(1)
     session.apply_reward_discount(0.5, cut=not links)
     return [call.reward for call in session.cache.values()]
 
@@ -298,7 +298,7 @@ def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> No
     first, begun = turn([user("a")], "b"), [user(f"So far: {REPORT}")]
     summary = turn([*first.conversation, user("sum up")], REPORT)
     session = session_of(first, summary, *(turn(begun, answer) for answer in "cde"))
-    session.set_reward("2", 1)
+    session.cache.set_reward("2", 1)
     assert final_rewards(session, links) == ([0.25, 0.5, 1, 0, 1] if links else [0, 0, 1, 0, 1])
 
 
@@ -315,9 +315,8 @@ def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
 def test_what_is_no_report() -> None:
     """A title reads no answer, and a short answer is not found inside a message."""
     title = turn([user(f"Write a title for this: {REPORT}")])
-    session = session_of(
-        turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
-    )
+    calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
+    session = session_of(*calls)
     assert not any(call.reads for call in session.cache.values())
 
 
@@ -389,14 +388,15 @@ def test_a_discount_is_between_0_and_1(discount: float) -> None:
 CODER, TITLE = system("You code."), system("You write titles.")
 CLIENTS = {
     "opencode": "You are a title generator. You output ONLY a thread title. Nothing else.",
-    "claude code": "Analyze if this message indicates a new conversation topic. If so, name it.",
+    "claude code": "Analyze if this message indicates a new conversation topic. If it does, "
+    "extract a 2-3 word title.",
     "open webui": "Generate a concise, 3-5 word title with an emoji summarizing the chat history.",
 }
 
 
 def left_out(session: Session) -> list[str]:
     """Give the session the reward 1, and return the rows that are not trained."""
-    session.set_reward(None, 1.0)
+    session.cache.set_last_reward(1.0)
     session.apply_reward_discount(1.0)
     rows = rows_of(session.cache)
     out = [name for name, row in rows.items() if row["side_conversations"]]
@@ -438,7 +438,7 @@ def test_a_reward_of_the_last_call_looks_at_no_other() -> None:
     """Otherwise a session of thousands of calls would keep the proxy's loop busy."""
     session = session_of(*agent())
     session.cache["0"].messages = None  # type: ignore[assignment]
-    session.set_reward(None, 1.0)
+    session.cache.set_last_reward(1.0)
     assert (session.cache["0"].reward, session.cache["1"].reward) == (None, 1.0)
 
 
@@ -469,7 +469,7 @@ def test_an_agent_that_only_writes_titles_is_trained() -> None:
 def test_a_rewarded_title_is_trained() -> None:
     """The agent has rewarded it by id."""
     session = session_of(*agent(), turn([TITLE, user("hello")]))
-    session.set_reward("2", 0.5)
+    session.cache.set_reward("2", 0.5)
     assert left_out(session) == []
     assert session.cache["2"].reward == 0.5
 

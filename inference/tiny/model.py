@@ -124,7 +124,7 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tenso
     """Compute `attend`, but read the n shared keys once, not once per row.
 
     Let o1 and z1 be the output and the log-sum-exp of the scores over the shared keys, o2 and z2
-    those over a row's own. Together
+    those over a row's own. Then all keys together give
 
         o = (e^z1 o1 + e^z2 o2) / (e^z1 + e^z2) = o2 + sigmoid(z1 - z2) (o1 - o2)
     """

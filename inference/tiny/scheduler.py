@@ -19,7 +19,7 @@ keys are computed again later. So slots grow only when needed.
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
 are taken, and another session runs at least two more, that one gives up a sequence. So a session
 with many long sequences does not shut out the others. A sequence that needs more room than is left
-waits, and so do those behind it in its session; other sessions pass.
+waits, and so do those behind it in its session; other sessions overtake it.
 
 Every token carries the version of the weights that computed it. Before the server loads new
 weights it calls `retract`, which drops all keys and sends all sequences back to their queues.
@@ -42,12 +42,6 @@ def common(a: list[int], b: list[int]) -> int:
     """Return how many first tokens are equal."""
     n = min(len(a), len(b))
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
-
-
-def common_to_all(rows: list[list[int]]) -> int:
-    """Return how many first tokens all rows share. In the order of lists, rows between two that
-    begin alike begin like them, so the least and the greatest share the fewest."""
-    return common(min(rows), max(rows))
 
 
 class Scheduler:
@@ -110,11 +104,13 @@ class Scheduler:
         self._admit()
         if not self.n:
             return False
-        first, feeds = self._choose()
-        batch = self.slots[first : first + len(feeds)]
+        first, end, most = self._choose()
+        batch = self.slots[first:end]
+        feeds = [one.tokens[one.cached :][:most] for one in batch]
         shared = 0
         if self.model.shares:
-            shared = common_to_all([one.tokens[: one.cached] for one in batch])
+            known = [one.tokens[: one.cached] for one in batch]
+            shared = common(min(known), max(known))  # the others lie between in order
         logits = self.model.step(feeds, [one.cached for one in batch], first, shared)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
@@ -127,17 +123,18 @@ class Scheduler:
         self._release()
         return True
 
-    def _choose(self) -> tuple[int, list[list[int]]]:
-        """Return the first slot of the step, and what it feeds to this slot and the next ones.
-        After a piece of a long prompt comes a decode, so the prompt does not stop the others."""
+    def _choose(self) -> tuple[int, int, int]:
+        """Return the first slot of the step, the slot after its last, and how many tokens it feeds
+        to each at most. After a piece of a long prompt comes a decode, so that the prompt does not
+        stop the others."""
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.was_piece or max(left) == 1):
             self.was_piece = False
-            return self._feed(ready[0], ready[-1] + 1, 1)  # decode; those between get one, too
+            return ready[0], ready[-1] + 1, 1  # decode; those between get a token, too
         return self._prefill(left)
 
-    def _prefill(self, left: list[int]) -> tuple[int, list[list[int]]]:
+    def _prefill(self, left: list[int]) -> tuple[int, int, int]:
         """Begin with the shortest prompt, and add the next slots' prompts while they fit. A long
         prompt comes alone, and in pieces."""
         first = left.index(min(n for n in left if n > 1))
@@ -150,10 +147,7 @@ class Scheduler:
                 break
             end, columns = end + 1, wider
         self.was_piece = columns == most
-        return self._feed(first, end, most)
-
-    def _feed(self, first: int, end: int, most: int) -> tuple[int, list[list[int]]]:
-        return first, [one.tokens[one.cached :][:most] for one in self.slots[first:end]]
+        return first, end, most
 
     # Who has a slot
 
