@@ -1,4 +1,4 @@
-"""The calls of one session form a tree, from which rewards and training rows are made.
+"""The calls of one session form a tree, which yields rewards and training rows.
 
 An **interaction** is one call of an agent: the messages that it sent and the tokens of the answer.
 The agent sends the whole conversation with every call, so later calls begin with earlier ones:
@@ -6,18 +6,18 @@ The agent sends the whole conversation with every call, so later calls begin wit
     system - user - [A] assistant -+- user  - [B] assistant
                                    +- user' - [C] assistant
 
-**The tree is a dict.** A finished interaction is stored under the digest of its conversation, which
-is its messages and its output. A new call looks up the digest of every prefix of its messages. The
-longest prefix found is its parent's conversation: A is the parent of B and C. Messages are compared
-in `canonical` form (calls/messages.py), because clients rewrite JSON.
+**The tree is a dict.** A finished interaction is stored under the digest of its conversation: its
+messages and its output. A new call looks up the digest of every prefix of its messages. The longest
+prefix found is its parent's conversation: A is the parent of B and C. Messages are compared in
+`canonical` form (calls/messages.py), because clients rewrite JSON.
 
 **Rewards** are computed from the last call to the first:
 
-    R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 without any)
+    R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 if none)
 
 A call reads the answer that it continues, so B and C read A. Three successive calls with rewards 0,
-0, 1 and gamma = 0.5 get 0.25, 0.5, 1. calls/sessions.py decides what a call has read without
-continuing it, and which calls get no reward.
+0, 1 and gamma = 0.5 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read, and
+which calls get no reward.
 
 **Rows.** Style "individual" makes a row for each turn, and style "concat" a row for each leaf:
 
@@ -89,7 +89,7 @@ class InteractionWithTokenLogpReward:
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    # set by a session: the digest of the first message, and those of the calls of agents
+    # set by a session: the first message's digest, and those that begin no side conversation
     opening: int = 0
     agents: set[int] = field(default_factory=set)
     # set by an export:
@@ -102,8 +102,8 @@ class InteractionWithTokenLogpReward:
 
     @property
     def is_side(self) -> bool:
-        """Whether this is a side conversation. Only its first message counts: if any call that
-        begins with it has tools or a parent, no such call is one."""
+        """Whether this is a side conversation. Calls with the same first message are alike: if any
+        has tools or a parent, none is a side conversation."""
         return bool(self.agents) and self.opening not in self.agents
 
     @property
@@ -132,7 +132,7 @@ class InteractionWithTokenLogpReward:
 
     def to_tensor_dict(self) -> dict[str, Any]:
         """Return the row as bool, int32 and float32 tensors (1, L) or (1,)."""
-        import torch  # slow to import, and the proxy needs none
+        import torch  # slow to import, and the proxy does not need it
 
         tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}
         return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}
@@ -148,8 +148,8 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Make an interaction with its final reward and row. Its parent and what it reads are ids in
-    `exported`; the caller replaces them (calls/client.py)."""
+    """Make an interaction with its final reward and row. Its `parent` and `reads` are only ids in
+    `exported`, so the caller sets them (calls/client.py)."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
@@ -177,7 +177,7 @@ def extend(digest: int, message: Message) -> int:
 
 class InteractionCache(dict[str, Interaction]):
     """The interactions of one session by completion id, in the order of the requests. `enter` adds
-    a call; `finish` or, after a failure, `discard` ends it."""
+    a call, `finish` completes it, and `discard` removes a failed one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class InteractionCache(dict[str, Interaction]):
         return parent, digest
 
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Store a call's tokens and output. Now it may be a parent, be rewarded and be exported."""
+        """Store a call's tokens and output. Now it can be continued, rewarded and exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
@@ -222,7 +222,7 @@ class InteractionCache(dict[str, Interaction]):
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
         """Return a finished call; None means the latest that is not a side conversation. Raises
-        Refusal if there is none."""
+        Refusal if no call fits."""
         latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
@@ -232,7 +232,7 @@ class InteractionCache(dict[str, Interaction]):
         return found
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward a call (`find`)."""
+        """Reward the call that `find` returns."""
         self.find(interaction_id, "reward").reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
@@ -241,8 +241,8 @@ class InteractionCache(dict[str, Interaction]):
     def apply_reward_discount(
         self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
     ) -> None:
-        """Replace every reward r(i) by the final R(i). A call passes it to its parent, and a call
-        among `leads` passes it to all that it reads. Raises RuntimeError the second time."""
+        """Replace every reward r(i) by the final R(i). A call passes R to its parent, and a call in
+        `leads` passes R to all that it reads. Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = check_discount(turn_discount)
@@ -273,8 +273,8 @@ def is_left_out(call: Interaction) -> bool:
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return a copy of each leaf. Its `row_turns` are pairs (turn, whether this row trains it); if
-    rows share a turn, the first one trains it. Its `parent` is the row that trains the parent of
+    """Return a copy of each leaf. Its `row_turns` are pairs (turn, whether this row trains it). If
+    rows share a turn, the first row trains it. Its `parent` is the row that trains the parent of
     its first trained turn."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())

@@ -1,9 +1,9 @@
-"""The engine gets completions from the inference servers, even if weight updates interrupt them.
+"""The engine gets completions from the inference servers, even across weight updates.
 
 The servers generate while the trainer works. When the trainer has new weights, thousands of
 completions are unfinished. Waiting for the longest completion would leave GPUs idle. Discarding the
-unfinished ones would waste work and favour short answers. So they go on (a **partial rollout**): a
-completion keeps its tokens, the new weights compute the next ones, and every token carries the
+unfinished ones would waste work and favour short answers. So they go on (a **partial rollout**). A
+completion keeps its tokens, and the new weights compute the next ones. Every token carries the
 version of the weights that computed it:
 
     output_tokens     a     b     c     d     e     f
@@ -14,8 +14,8 @@ version of the weights that computed it:
 The pause mode says how an update interrupts the servers:
 
 - `retract` (default): a server keeps a request's tokens but drops their KV cache. After the update
-  it recomputes the cache and goes on. The engine sees one segment, whose answer gives the version
-  of each span of tokens.
+  it recomputes the cache and goes on. The engine sees one segment, which gives the version of each
+  span of tokens.
 - `abort`: the server returns what it has. The engine sends the prompt and these tokens again, and
   the request waits at the server until the update is over.
 
@@ -58,7 +58,7 @@ logger = logging.getLogger("pocket_areal.engine")
 
 
 class Hooks:
-    """Methods that the engine calls around every segment. Here they do nothing."""
+    """Methods that the engine calls around every segment."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
         """Return how many output tokens the completion may have after the segment. An override
@@ -87,7 +87,7 @@ class RemoteInfEngine:
 
     def __post_init__(self) -> None:
         self._hooks = self.hooks or Hooks()
-        # All that changes during a run:
+        # What changes during a run:
         self.servers = Servers(self.addresses, self.key, self.transport)
         self.context_length: int | None = None  # limit of prompt plus completion
         self.proxy: Any = None  # a ProxyAddress; the proxy hears of every version
@@ -129,14 +129,15 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. A server that aborts before the first token is paused, so wait.
+            # 4. If a server aborts before the first token, it is paused, so wait.
             if response.output_len == before:
                 await self.sleep(0.5)
 
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Ask the group's preferred server for the next segment. If it fails, ask the next."""
+        """Ask the group's preferred server for the next segment. If that fails, ask the next
+        server."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -154,11 +155,11 @@ class RemoteInfEngine:
     ) -> ModelResponse:
         """Send one POST /generate, and check the answer."""
         ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
-        # A server accepts each id once. Before the "/" stands the episode ("7-3" of "7-3.1"),
+        # A server accepts each id once. The episode ("7-3" of "7-3.1") comes before the "/",
         # because the small server lets episodes take turns.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
-        at_least = self.servers.newest  # so no token is older (the proof in staleness.py)
+        at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)
         try:
             answer = await self.servers.call(server + "/generate", body, self.request_timeout)
         except (asyncio.CancelledError, EngineError):
@@ -184,8 +185,8 @@ class RemoteInfEngine:
     # ---- control, in the trainer's thread
 
     def initialize(self, *_: Any, **__: Any) -> None:
-        """Read the servers' limits, and test each with one token. Raises EngineError if an answer
-        lacks logprobs or a numeric version. AReaL's arguments are ignored."""
+        """Read the servers' limits, and test every server with one token. Raises EngineError if an
+        answer lacks logprobs or a numeric version. AReaL's arguments are ignored."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
@@ -202,7 +203,7 @@ class RemoteInfEngine:
         weights.label(self.servers.post_all, "0", abort=True)
 
     def pause(self) -> None:
-        """Pause rollouts and servers, so that the weights may change."""
+        """Pause rollouts and servers, so that the weights can change."""
         if self.dispatcher is not None:
             self.dispatcher.pause()
         self._paused = True

@@ -14,12 +14,12 @@ w is 1, and J is the objective of standard PPO.
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds `behave_imp_weight_cap` counts in the mean, but as 0. For A < 0 the term u A
-has no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
+A token whose w exceeds `behave_imp_weight_cap` counts as 0 in the mean. For A < 0 the term u A has
+no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
-The advantage of a turn with final reward R is A = (R - mean) / std. By default both are over its
-cell: the turns of its group with the same number, such as all second turns. All tokens of a turn
-get its A.
+The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
+those of its cell: the turns of its group with the same number, such as all second turns. All tokens
+of a turn get its A.
 
 The clip does not bound u, because the gradients of other tokens still move it. The cap biases the
 gradient. There is no critic. `actor.loss` and `actor.advantages` may name other functions with the
@@ -62,9 +62,9 @@ def ppo_actor_loss_fn(
     """Return the loss -J and its metrics. All tensors have the same shape, (B, T) or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
-    passes its one old policy for the last two. Tokens outside `loss_mask` are ignored, even NaN.
-    `denominator` is the number of trained tokens in the mini-batch, so that the losses of its
-    pieces add up. This loss does not use `sequence_ids`, the row of each token; others do.
+    passes its one old policy for the last two. Values outside `loss_mask` are ignored, even NaN.
+    `denominator` is the number of trained tokens in the mini-batch, so that its pieces' losses add
+    up to its own. This loss does not use `sequence_ids`, the row of each token; others do.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)

@@ -6,13 +6,13 @@ sends it as its API key. Paths marked (admin) need the admin key:
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
                                                 defaults of this session
-    POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer one call,
-                                                which reads those that x-pocket-areal-reads names
+    POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer a call;
+                                                x-pocket-areal-reads names others that it reads
     GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
     POST /export_trajectories (admin)           {session_id, discount, style, compaction}: return
-                                                and forget it
+                                                and forget the session
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
 How a call becomes a prompt, after the model has answered "hello" with "Hi!":
@@ -25,12 +25,13 @@ How a call becomes a prompt, after the model has answered "hello" with "Hi!":
    also keeps track of the clients that wait for the reply.
 3. calls/prompts.py takes the tokens of the first turn as they were sampled, and renders only what
    follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
-4. engine.py gets the tokens, calls/tools.py finds tool calls, calls/replies.py writes the reply.
+4. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
+   the reply.
 
 An agent's parameters override its session's, which override the proxy's. If a turn used top_p or a
 penalty, training cannot reproduce its probabilities, so the loss leaves the turn out. The agent's
-mistakes get a 4xx status, but never 409 or 429, after which SDKs try again. 503 means that no
-server answers. A call during a weight update waits.
+mistakes get a 4xx status, but never 409 or 429, because SDKs retry those. 503 means that no server
+answers. A call during a weight update waits.
 """
 
 import argparse
@@ -125,7 +126,7 @@ class Proxy:
         """Answer a call or its retry."""
         session = self.session_of(request)
         body = bytearray()
-        async for chunk in request.stream():  # at its end comes b""
+        async for chunk in request.stream():  # ends with b""
             session.receive(len(chunk))
             body += chunk
         raw = bytes(body)
@@ -154,7 +155,7 @@ class Proxy:
         turn.form.input_len = len(prompt)
         request = self.request(turn.session, ask, prompt)
         response = await self.engine.agenerate(request)
-        # Another parser's call marks may be special tokens, so these are kept.
+        # Other parsers' call marks may be special tokens, so keep special tokens.
         tokens, special = response.output_tokens, self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
         ended = response.stop_reason == "stop"
@@ -169,7 +170,7 @@ class Proxy:
         number, session.calls = session.calls, session.calls + 1
         chosen = self.sampling | session.sampling | ask.sampling
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
-        # An agent that always sends 42 must not make the members of a group equal.
+        # If an agent always sends seed 42, the members of its group must still differ.
         if (seed := chosen.get("seed", self.seed)) is not None:
             chosen["seed"] = call_seed(seed, session.task_id, number)
         gconfig, call = CallParameters(**chosen), f"{session.task_id}.{number}"
@@ -234,11 +235,11 @@ class Proxy:
 
 
 async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:
-    """Write and forget one row after another, since all rows may be a gigabyte of JSON."""
+    """Write and forget one row after another, because together they can be a gigabyte of JSON."""
     yield b'{"interactions":{'
     for i, key in enumerate([*rows]):
         yield b"," * (i > 0) + orjson.dumps({key: rows.pop(key).export()})[1:-1]
-        await asyncio.sleep(0)  # others are answered in between
+        await asyncio.sleep(0)  # other requests are answered in between
     yield b"}}"
 
 
@@ -273,7 +274,7 @@ def create_app(proxy: Proxy) -> FastAPI:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal. If the proxy cannot start, print one line and return 2."""
+    """Serve until a signal comes. If the proxy cannot start, print one line and return 2."""
     parser = argparse.ArgumentParser(description="Answer agents, and keep the tokens.")
     add, env, json = parser.add_argument, os.getenv, orjson.loads
     add("--server", action="append", required=True, help="URL of an inference server; repeatable")

@@ -1,4 +1,4 @@
-"""The staleness gate: how many prompt groups may start, and how old they are when they train.
+"""The staleness gate: how many prompt groups may start, and how old they can get.
 
 A group starts under one policy version; the same or a later one trains on it. The **lag** of a
 token is the version that trains on it minus the version that generated it. The **age** of a group
@@ -8,29 +8,30 @@ is the lag of its oldest trained token, whose version is the group's `head_versi
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
 group holds a place, and so does every group accepted since the run began:
 
-    enqueued -> running -> accepted   (holds its place for ever; each version adds B new ones)
+    enqueued -> running -> accepted   (holds its place for ever; each version adds B places)
                         -> rejected   (gives it back; a failed group is also rejected)
 
-A dropped or withdrawn group gives its place back, too. The gate never deadlocks: if the trainer
-waits at version v and no group runs, the v B consumed groups and at most B - 1 others hold places.
-So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
+A dropped or withdrawn group also gives its place back. The gate never deadlocks. Suppose the
+trainer waits at version v and no group runs. Then v B consumed groups and at most B - 1 others hold
+places. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
-**The gate alone bounds no age.** If steps took the groups that finish first, a slow group would
-grow old: with eta = 1 and B = 2 one reaches age 5 in tests/test_staleness.py. So `rollout.stale`
-names the rule by which rollout/dispatcher.py chooses groups:
+**The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
+would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, it reaches age 5. So
+`rollout.stale` names the rule by which rollout/dispatcher.py chooses groups:
 
-- **wait**, the default, takes the groups that started first. *Proof:* number by their starts the
-  groups that never give their places back. When number p starts, at version s, numbers 1 to p hold
+- **wait**, the default, takes the groups that started first. *Proof:* in order of start, number the
+  groups that never give their places back. When group p starts, at version s, groups 1 to p hold
   places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at version ceil(p / B) - 1 <= eta + s.
-  Its tokens have versions >= s (inference/servers.py checks it), so its age is at most eta.
-- **mask** takes the groups that finished first, and leaves tokens with a lag above eta out of the
-  loss, so no step waits for a slow group. A group's last tokens are never too old: numbered by
-  their ends, the groups 1 to p hold places when number p ends at version f, so p <= (eta + f + 1) B
-  and it trains at version eta + f at the latest. A group whose tokens are all too old is dropped.
+  Its tokens have versions >= s (inference/servers.py checks this), so its age is at most eta.
+- **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
+  with a lag above eta out of the loss. A group's last tokens are never too old. *Proof:* number the
+  groups in order of finish. When group p ends, at version f, groups 1 to p hold places. So
+  p <= (eta + f + 1) B, and a step takes it at version eta + f at the latest. A group whose tokens
+  are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
 The bound holds if every step consumes B groups and versions never fall. Otherwise the age check
-raises StalenessError before a step trains anything too old.
+raises StalenessError before a step trains on anything too old.
 """
 
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ class RolloutStat:
 
     enqueued: int = 0
     running: int = 0
-    accepted: int = 0  # also those already consumed
+    accepted: int = 0  # including consumed ones
     rejected: int = 0
     failed: int = 0  # rejected because they raised
     dropped: int = 0  # accepted, but too old for their step
@@ -57,7 +58,7 @@ class RolloutStat:
 
 @dataclass(eq=False)
 class StalenessManager:
-    """The gate and the age check. One event loop calls it, so there is no lock."""
+    """The gate and the age check. One event loop calls both, so there is no lock."""
 
     version_provider: Any  # has get_version(), like the engine
     max_concurrent_rollouts: int  # groups that run at once
@@ -87,7 +88,8 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. None means that it has no trained token.
+        """Return whether a group may be consumed now. A head_version of None means no trained
+        token.
 
         Raises StalenessError for a version that the trainer has not made.
         """

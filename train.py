@@ -8,12 +8,12 @@
 
 `start_rollout` makes the parts in the order in which data flows. `train_step` shows the batch and
 its shapes, the three policies, the update and the push of the weights. `run` (run/start.py) holds
-the configuration, the inputs and the processes, and what is made here: engine, executor, actor and
-ref. `run.call(event, ...)` calls that method of every callback. A script calls
+the configuration, inputs and processes, and the parts made here: engine, executor, actor and ref.
+`run.call(event, ...)` calls the method `event` of every callback. A script calls
 `PPOTrainer(config).train(workflow=MyAgent)`.
 
-The servers generate while the trainer trains. With eta = 1 (max_head_offpolicyness: a trained token
-is at most one version old) and B = 2 prompt groups in a batch:
+The servers generate while the trainer trains. Here eta = 1 (max_head_offpolicyness), so a trained
+token is at most one version old, and B = 2 prompt groups make a batch:
 
     trainer   wait | step 1: groups 1 2 | push v1 | step 2: groups 3 4 | push v2 | step 3: 5 6 ...
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
@@ -62,8 +62,8 @@ from training.actor import FSDPEngine, FSDPPPOActor
 from training.ranks import share
 from workflow import RolloutWorkflow
 
-# What an episode returns: tensors; an agent's calls by completion id (cache.py); or None, which
-# rejects the prompt.
+# An episode returns tensors, an agent's calls by completion id (cache.py), or None, which rejects
+# the episode.
 Episode = dict[str, Tensor] | dict[str, InteractionWithTokenLogpReward] | None
 Workflow = RolloutWorkflow | type | str  # or an agent: any object with an async method `run`
 
@@ -72,7 +72,7 @@ def start_rollout(run: Run) -> None:
     """Make and connect all parts that generate. Only rank 0 calls this."""
     config, rollout = run.config, run.config.rollout
 
-    # 1. The engine asks the inference servers for tokens, and tells them the new weights.
+    # 1. The engine asks the inference servers for tokens, and gives them new weights.
     run.wait_until_ready()
     named = run.call("hooks", run)  # callbacks may add some: {class path: its arguments}
     hooks = make_named(named)
@@ -125,7 +125,7 @@ def start_trainer(run: Run) -> None:
 
 
 class PPOTrainer:
-    """Train a model according to one configuration: `PPOTrainer(config).train(workflow=...)`."""
+    """Train a model as the configuration says: `PPOTrainer(config).train(workflow=...)`."""
 
     def __init__(self, config: TrainConfig, run: Run | None = None) -> None:
         self.run = run or Run(config)
@@ -194,7 +194,7 @@ class PPOTrainer:
         clock.mark("rollout_wait_s")
 
         # 2. Compute log pi_prox (rows, T) of the policy before this step. The loss clips
-        #    pi_theta / pi_prox, and weighs each token by pi_prox / pi_behav.
+        #    pi_theta / pi_prox, and weights each token by pi_prox / pi_behav.
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
         # 3. Compute log pi_ref (rows, T). A KL penalty keeps the policy close to pi_ref.

@@ -18,12 +18,12 @@ if it sent its rewards over HTTP. If no completion has a reward, the episode is 
 synchronous client) delays every episode. In mode subproc each running episode has a process to
 itself, so the agent may block, but it must be picklable.
 
-**Groups.** The members of a group run at the same time, each with its own copy of the sample. If
-one of four members raises, one returns None and two make a row each, the group has two rows. If all
-raise, the group raises.
+**Groups.** The members of a group run at the same time, each with its own copy of the sample.
+Example: of four members, one raises, one returns None and two make a row each. The group has two
+rows. If all raise, the group raises.
 
 **Seeds.** A request's sampling seed depends only on the run's seed, the task, the member, and the
-number of the call in its session. A seed that the agent sends takes the place of the run's.
+number of the call in its session. A seed that the agent sends replaces the run's.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Make a row of each interaction. `parents` holds the parents' indices, or -1."""
+    """Turn each interaction into a row. `parents` holds the parents' indices, or -1."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -161,8 +161,8 @@ class RLVRWorkflow(RolloutWorkflow):
 class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward, with `reflection_message` between them.
 
-    After k answers every turn gets the reward of the last, times turn_discount^(k-1). This is not
-    the gamma of cache.py. A full context also ends the conversation.
+    After k answers every turn gets the reward of the last, times turn_discount^(k-1). turn_discount
+    is not the gamma of cache.py. A full context also ends the conversation.
     """
 
     max_turns: int = 3
@@ -303,7 +303,7 @@ def resolve_workflow(
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """Make a workflow from an agent or a workflow, or from its class or path.
+    """Make a workflow from an agent or workflow, given as object, class or path.
 
     `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
     is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.

@@ -8,8 +8,8 @@
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
 After an exception in the block, the client asks the proxy to forget the session. Even if this
-request fails, the caller gets the first exception. No request is repeated: if the connection is
-lost, the proxy and its sessions are gone.
+request fails, the caller gets the original exception. No request is repeated, because after a lost
+connection the proxy and its sessions are gone.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
 
 
 class OpenAIProxyClient:
-    """A client for one session at `proxy`. `options` are more fields of the request that starts the
-    session. Requests raise EngineError."""
+    """A client for one session at `proxy`. `options` go into the request that starts the session. A
+    failed request raises EngineError."""
 
     def __init__(self, proxy: Servers, task_id: str, **options: Any) -> None:
         self._proxy, self._start = proxy, {"task_id": task_id, **options}

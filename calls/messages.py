@@ -9,8 +9,8 @@ the tree read:
 
 **Three protocols, one walk.** A conversation is a list of items. An item is a message, whose
 content is a text or a list of blocks. In the Responses protocol, calls and results are items, too.
-Each block or item becomes a small message, and the small messages of one reply are joined. Other
-fields differ only in their names. Templates that need reasoning read it from `reasoning_content`.
+Each block or item becomes a small message, and the small messages of one reply are joined. The
+protocols' other fields differ only in name. Templates read reasoning from `reasoning_content`.
 
 **Equal messages.** An agent sends the whole history with every call, and its client may rewrite
 earlier replies: null for "", parts for a string, other white space in a call's JSON. So the tree
@@ -22,7 +22,7 @@ every call. Any other changed text begins a new conversation.
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** that could change the answer are used or refused; others are ignored. Images, files
-and unknown blocks become a placeholder; if refused, they would also fail every later call.
+and unknown blocks become a placeholder, because a refusal would repeat with every later call.
 """
 
 import contextlib
@@ -66,21 +66,21 @@ FORMS = ("response_format", "text.format", "output_config.format", "output_forma
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """A call of an agent, in the same form for all protocols."""
+    """An agent's call, in the same form for all protocols."""
 
     messages: list[Message]  # the whole conversation, references resolved
     model: str = "default"
     sampling: Json = field(default_factory=dict)  # fields of CallParameters that the call set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
-    template_kwargs: Json = field(default_factory=dict)  # more variables of the chat template
+    template_kwargs: Json = field(default_factory=dict)  # extra variables for the chat template
     stream: bool = False
     parallel_tool_calls: bool = True  # whether a reply may have several calls
 
 
 def parse(body: Json, find: Find, history: str = "messages") -> AgentRequest:
-    """Read the body of a call, whose conversation is in the field `history`."""
-    write_json(body, "body")  # refuses a body that is nested too deep
+    """Read a call's body. `history` names the field with the conversation."""
+    write_json(body, "body")  # refuses a body that is nested too deeply
     for name in UNSUPPORTED.split():
         if body.get(name) and body[name] not in NEUTRAL:
             raise Refusal(f"{name}: this server does not support it; leave it out")
@@ -150,8 +150,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last = messages[-1] if messages else {"role": ""}
-            # Pieces of an item are joined. A later assistant's item is, too, if it is a call or
-            # the first that says something.
+            # Pieces of an item are joined. Two assistant items in a row are joined if the second is
+            # a call or the first is empty.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":

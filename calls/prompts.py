@@ -9,20 +9,20 @@ where the tail is what the chat template writes between the parent's answer and 
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-To get the tail, we render a stub, [user "x", assistant SENTINEL], and the new messages, and take
-the text after SENTINEL. So an answer stays as it was sampled, even if the template would strip its
-reasoning, and the whole conversation is one sequence to train on.
+We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
+SENTINEL. So an answer stays as it was sampled, even if the template would strip its reasoning, and
+the whole conversation is one sequence to train on.
 
 This is right only if the tail depends on nothing but the new messages. So `PromptBuilder` first
-renders two whole conversations, one with a tool's result, which some templates write into the call.
-If one does not end with its tail, prompts like it are rendered whole, as is a turn whose tools
-differ from its parent's. With style concat, such a turn begins a new row.
+renders two whole conversations. One has a tool's result, because some templates write results into
+the call. If a conversation does not end with its tail, prompts of its kind are rendered whole. So
+are turns whose tools differ from their parent's. With style concat, such a turn begins a new row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message for two. If a text is still missing, the call is refused.
 
-A tool's result may contain the text of a control token to forge a turn. So control tokens count
-only where the template or an assistant wrote them. BREAK splits up the others.
+With the text of a control token, a tool's result could forge a turn. So control tokens count only
+where the template or an assistant wrote them. BREAK splits up the others.
 """
 
 import contextlib
@@ -60,11 +60,11 @@ class PromptBuilder:
         said = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {said}, results of tools {results}"
-        # whether prompts begin with the parent's tokens, before a user's message and before results
+        # whether the parent's tokens are kept before a user's message, and before results
         self.splices, self.splices_results = said == SPLICED, results == SPLICED
 
     def _way(self, said: Message, new: Message) -> str:
-        """Say what becomes of `new`. A whole conversation should end with the tail that it gets."""
+        """Say what becomes of `new`. The whole conversation should end with the tail of `new`."""
         try:
             whole = self._render([*STUB, STUB[0], said, new], {})
         except Refusal as error:
@@ -82,7 +82,7 @@ class PromptBuilder:
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
             if self.splices and (self.splices_results or not has_results):
-                with contextlib.suppress(Refusal):  # after the stub a text is refused or dropped
+                with contextlib.suppress(Refusal):  # a text is refused or dropped after the stub
                     return self.extend(parent.tokens, new, variables)
         return self.encode(self._render([*self._disarm(call.messages)], variables))
 
@@ -107,7 +107,7 @@ class PromptBuilder:
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        """Return the text of the first form of the messages that the template takes whole."""
+        """Render the messages in the first form that the template accepts whole."""
         options = variables | {"tokenize": False, "add_generation_prompt": True}
         refusals: list[Exception] = []
         # DeepSeek's templates need arguments as text.
@@ -128,13 +128,13 @@ class PromptBuilder:
             yield m if m["role"] == "assistant" else m | {"content": text}
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise what was rendered."""
-        # One object for each id: 8 bytes for a token that a session keeps, and not 36.
+        """Tokenise a rendered text."""
+        # With one object per id, a token that a session keeps takes 8 bytes, not 36.
         one = self._ids.setdefault
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
-        # The Rust tokenizer takes half the time, if nobody has changed its settings.
+        # Unless its settings were changed, we use the Rust tokenizer, which takes half the time.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode(text, add_special_tokens=False).ids
@@ -142,7 +142,7 @@ class PromptBuilder:
 
 
 def stricter(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the messages, and then variants with the same texts that stricter templates accept."""
+    """Yield the messages, then variants of the same texts for stricter templates."""
     yield messages
     yield merge(messages)
     yield one_call_each(merge(messages))
@@ -153,8 +153,8 @@ def stricter(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def merge(messages: list[Message]) -> list[Message]:
-    """Join texts of one role that stand together. A system message that is not at the beginning
-    becomes the user's."""
+    """Join adjacent texts of one role. A system message that is not at the beginning becomes the
+    user's."""
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else message
@@ -185,7 +185,7 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def short_ids(messages: list[Message]) -> list[Message]:
-    """Give calls ids of nine digits, as Mistral's templates need."""
+    """Give calls nine-digit ids, as Mistral's templates require."""
 
     def shorten(item: Message, key: str) -> Message:
         return item | {key: f"{zlib.crc32(str(item.get(key)).encode()):09d}"[-9:]}
@@ -200,8 +200,8 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
-    """Raise Refusal unless the template has written every text. It may be there as JSON, and
-    without reasoning. Calls are not looked for: a small model's template has none."""
+    """Raise Refusal unless the template has written every text. A text may be written as JSON, and
+    without its reasoning. Calls are not checked, because a small model's template writes none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages

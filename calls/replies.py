@@ -1,21 +1,20 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
-`render` makes the body of the whole reply, and `stream` makes events from this body, so that an SDK
-builds the same body from the events. No text is streamed while the model writes. A stream begins
-with `opening`. Then `progress` is sent every few seconds, because clients time out if they get
-nothing or only comments:
+`render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
+rebuilds it. No text is streamed while the model writes. A stream begins with `opening`. Then
+`progress` is sent every few seconds, because clients time out if they get nothing or only comments:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
-All ids of a reply have one suffix: chatcmpl-<x> has the calls call_<x>_0 and so on, resp_<x> has
+All ids of a reply share a suffix: chatcmpl-<x> has the calls call_<x>_0 and so on, and resp_<x> has
 the items msg_<x> (text) and fc_<x>_0. Only chat completions show the model's reasoning; by default
 the vendors hide it in the other two protocols.
 
-Clients are strict: role, index, usage and created_at must be present. Null keys must be absent,
-except `content` beside tool calls. Anthropic's events need an `event:` line. We always report empty
-annotations and 0 cached tokens.
+Clients are strict: role, index, usage and created_at must be present. Fields must be absent, not
+null, except `content` beside tool calls. Anthropic's events need an `event:` line. We always report
+empty annotations and 0 cached tokens.
 """
 
 import json
@@ -31,7 +30,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(status: int, message: str, code: str = "") -> Json:
-    """Return an error in a form that all SDKs read, as a reply or as an event. The inference
+    """Return an error, for a reply or an event, in a form that all SDKs read. The inference
     server's address is hidden from the agent."""
     message = re.sub(r"https?://[^\s/]+", "the server", message)
     kind = "server_error" if status >= 500 else "invalid_request_error"

@@ -1,4 +1,4 @@
-"""A session is the proxy's state of an episode: its calls, and what they have read of each other.
+"""A session is what the proxy keeps of an episode: its calls, and which of them have read which.
 
     state      | meaning
     -----------+--------------------------------------------------------
@@ -15,7 +15,7 @@ its new messages copy whole, and the calls that its header names (`Session._link
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
 agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
-or child, its first message matches SIDE, and the session has calls that begin otherwise.
+or child. Its first message matches SIDE, and other calls of the session begin differently.
 """
 
 import itertools
@@ -58,9 +58,9 @@ class Session:
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
     # For links and side conversations:
-    leaves: dict[Any, str] = field(default_factory=dict)  # not continued -> its `needle`
+    leaves: dict[Any, str] = field(default_factory=dict)  # call that none continues -> its `needle`
     named: dict[str, list[Interaction]] = field(default_factory=dict)  # by a call's id
-    agents: set[int] = field(default_factory=set)  # openings that no client sends by itself
+    agents: set[int] = field(default_factory=set)  # openings that begin no side conversation
 
     def check_open(self) -> None:
         if self.ended:
@@ -84,13 +84,14 @@ class Session:
     # ---- calls
 
     def enter(self, call_id: str, call: Interaction, named: Iterable[str] = ()) -> None:
-        """Add a call to the tree, and find what it reads. Raises Refusal for an unknown name."""
+        """Add a call to the tree, and find what it reads. Raises Refusal for an unknown id in
+        `named`."""
         names = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
         self.cache.enter(call_id, call)
         self._link(call, names)
 
     def finish(self, call_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Complete a call. Now others may continue or copy its answer."""
+        """Complete a call. Now others can continue or copy its answer."""
         self.cache.finish(call_id, response, output)
         call = self.cache[call_id]
         self.leaves.pop(call.parent, None)
@@ -101,15 +102,15 @@ class Session:
             self.agents.add(call.opening)
 
     def _link(self, call: Interaction, names: list[Interaction]) -> None:
-        """Add to what `call` reads: the calls that it names, and the leaves whose answers its new
+        """Let `call` also read the calls that it names, and the leaves whose answers its new
         messages copy. If one of these calls has read another, the other is left out.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
                  user: the task - [first] - ... - [report]                  first reads parent
 
-        Brackets mark calls. Between the parent's call of the tool and its result, a sub-agent wrote
-        the report, so its first call reads the parent, too.
+        Brackets mark calls. Between the tool call and its result, a sub-agent wrote the report. So
+        the sub-agent's first call reads the parent, too.
         """
         parent = call.parent
         new = call.messages[len(parent.conversation) if parent else 0 :]
@@ -117,7 +118,7 @@ class Session:
         found = [x for x, said in self.leaves.items() if x is not parent and stands(said, text)]
         if not (found or names):
             return
-        # What is read is no side conversation.
+        # A call that is read is no side conversation.
         self.agents |= {x.opening for x in found + names}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
@@ -131,8 +132,8 @@ class Session:
             call.turn = max(x.turn + 1 for x in call.reads)
 
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
-        """Replace rewards by final ones. With `cut`, a call reads only what it continues or names.
-        A call that leads to no reward passes nothing to what it has copied."""
+        """Compute the final rewards. With `cut`, a call reads only what it continues or names. A
+        call that leads to no reward passes nothing to what it has copied."""
         check_discount(turn_discount)  # before anything changes
         finished = self.cache.finished()
         for call in finished if cut else ():
@@ -166,8 +167,8 @@ def looks_like_side(call: Interaction) -> bool:
 
 
 def needle(output: list[Message]) -> str:
-    """Return the text by which a later call shows that it has read this answer: the id of its first
-    tool call, or the answer itself. Claude Code cuts away what is not in <summary>."""
+    """Return the text by which a later call shows that it has read an answer: the id of the
+    answer's first tool call, or the answer. Claude Code cuts away what is not in <summary>."""
     ids = [call["id"] for message in output for call in message.get("tool_calls", [])]
     text = "".join(message["content"] for message in output)
     return ids[0] if ids else squeeze(text.rpartition("<summary>")[2].partition("</summary>")[0])

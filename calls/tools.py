@@ -14,8 +14,8 @@ if there are calls, at the end.
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
 **Other forms.** `tool_call_parser` names a function of (text, tools), which returns the text
-outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions of
-SGLang's parsers. With such a function no call can be forced.
+outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions
+from SGLang's parsers. With such a function no call can be forced.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool = False) -> tuple[str, str]:
-    """Return the reasoning, and the text after it. If a whole answer has no mark that ends the
+    """Return the reasoning, and the text after it. If an answer that has `ended` never closes its
     reasoning, all of it is text: the prompt began the reasoning, and the model skipped it."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
@@ -95,13 +95,13 @@ def parse(
     text: str, tools: Tools, suffix: str, parser: Parser = split_calls, ended: bool = False
 ) -> Message:
     """Turn a whole text into a message in the form of calls/messages.py. A call to a tool that is
-    not in `tools` stays text. The ids of calls have `suffix` and a number."""
+    not in `tools` stays text. Call ids contain `suffix` and a number."""
     (reasoning, rest), calls = split_thinking(text, ended), list[Any]()
     if tools:
         try:
             rest, found = parser(rest, tools)
             calls = [read_call(json.dumps(call), tools) for call in found]
-        except Exception:  # a parser may raise anything at a broken call
+        except Exception:  # a parser may raise anything on a broken call
             calls = [None]
         if None in calls:
             reasoning, rest, calls = "", text, []

@@ -1,20 +1,20 @@
-"""Answer a call of an agent, from its place in the tree to the last byte of the reply.
+"""Answer an agent's call, from its place in the tree to the last byte of the reply.
 
 A call enters the tree, its answer is generated and stored there, and then the reply is sent. So an
 agent that has read a reply can continue or reward it at once.
 
     state      event                                          then
-    running    the answer is there                            finished; stays in the tree
+    running the answer arrives                            finished; stays in the tree
     running    the engine fails, or the session ends          failed; leaves the tree
-    running    the last client that waits hangs up            failed; the server stops generating
+    running    the last waiting client hangs up            failed; the server stops generating
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
-SDKs mark a retry by a header (x-stainless-retry-count); without this header, equal bodies are
-separate calls. A retry joins the newest call with its body. While that call runs, both get the same
+SDKs mark a retry with a header (x-stainless-retry-count). Without it, equal bodies are separate
+calls. A retry joins the newest call with its body. If that call still runs, both requests get its
 reply. If the call has finished, its reply was lost and is sent again. If the call failed, nobody
-has read any of its answer, and the retry becomes a new call.
+has read any of its answer, so the retry becomes a new call.
 
-**Streams.** The text is sent only when the whole reply is there (calls/replies.py). Until then, the
+**Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. Nothing is sent before the first event, so a call that
 fails earlier still gets an HTTP status.
 

@@ -1,7 +1,7 @@
 """Optional parts of a run. The core imports one only if a key or an option names it.
 
-The key `callbacks` names classes such as extras.doctor.Doctor. A run makes each as `Class(config)`
-and calls its methods on every rank; each method is optional:
+The key `callbacks` names classes such as extras.doctor.Doctor. A run creates each with
+`Class(config)` and calls its methods on every rank. Every method is optional:
 
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
@@ -10,7 +10,7 @@ and calls its methods on every rank; each method is optional:
 
 Other files plug into the engine's hooks, or hold functions that a key names.
 
-The helpers below read and write a run's folder for display. They skip what cannot be read or
+The helpers below read and write a run's files for display. They skip what cannot be read or
 written, so training goes on.
 """
 
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 def read_records(path: Path) -> list[Record]:
     """Return the JSON objects of a file, one per line. In a trace, lines may end with a comma.
 
-    A line that a kill has cut is skipped. A missing file or a pipe has no records.
+    A line cut off by a kill is skipped. A missing file or a pipe gives no records.
     """
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
@@ -39,7 +39,7 @@ def read_records(path: Path) -> list[Record]:
 
 def read_config(folder: Path) -> Any:
     """Return the recorded configuration as nested namespaces. An old run may lack keys, and a
-    damaged file has none."""
+    damaged file gives none."""
     path, keys = folder / "config.yaml", {}
     with suppress(yaml.YAMLError):
         keys = yaml.safe_load(path.read_text(errors="replace") if path.is_file() else "")

@@ -1,4 +1,4 @@
-"""Variants of the advantages for the key `actor.advantages`, and a filter of groups.
+"""Variants of the advantages for the key `actor.advantages`, and a group filter.
 
 Each variant changes what goes into ppo.compute_advantages, or what comes out. A variant calls
 `base`, so variants can be combined:
@@ -9,8 +9,8 @@ Example: three members of a group have the returns 1, 0 and 2. If the baseline i
 their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns, which gives
 0, -1.5 and 1.5.
 
-A turn is one action: its reward comes at its last token, and cache.py has already added the rewards
-of later turns. So GAE stays within a turn, and a turn's KL lowers only its own return.
+A turn is one action, with its reward at the last token. cache.py has already added the rewards of
+later turns. So GAE stays within a turn, and a turn's KL lowers only its own return.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def rloo(
     rows, turn_ids, turn_of = number_turns(batch)
     cell = find_cells(mean_level, per_turn, batch["group_ids"][rows].long(), turn_ids)
     n = torch.bincount(cell)[cell]  # (N,)
-    # R_i - (sum R - R_i) / (n - 1) = n / (n - 1) * (R_i - mean R); A is 0 for a turn alone
+    # R_i - (sum R - R_i) / (n - 1) = n / (n - 1) * (R_i - mean R); a lone turn has A = 0
     A[batch["loss_mask"] > 0] *= (n / (n - 1).clamp(min=1))[turn_of]
     return A
 
@@ -97,7 +97,7 @@ def kl_in_reward(
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """An estimate of KL(pi || pi_ref) at each token that pi sampled (Schulman).
 
-    k1 is unbiased and may be negative, k2 is biased, k3 is unbiased and never negative. We cap
+    k1 is unbiased but can be negative, k2 is biased, and k3 is unbiased and never negative. We cap
     k3 at 10. At log (pi / pi_ref) = -8 it would be 2,972, so one token could invert an advantage.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
@@ -122,7 +122,8 @@ def row_mean(
 ) -> Tensor:
     """Every row counts the same in the loss, as in GRPO. With `length` L every token counts
     1 / (rows * L), however long its row is (Dr. GRPO, 2503.20783)."""
-    # The loss is a mean over M tokens and proportional to A: A <- A * M / (S n), with S rows of n.
+    # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
+    # n tokens in this one.
     n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (B, 1)
     mean = n.sum() / torch.count_nonzero(n).clamp(min=1)
     return base(batch, **keys) * mean / (length or n.clamp(min=1))

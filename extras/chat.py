@@ -3,16 +3,16 @@
     python -m extras.chat runs/guess/NAME
 
 The command serves the newest model in checkpoints/ and reads messages until Ctrl-D. Every request
-holds the whole conversation; an empty line begins a new one. Answers are greedy. To play the demo,
-think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
+holds the whole conversation, until an empty line begins a new one. Answers are greedy. To play the
+demo, think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
 
 A small model has a small vocabulary. A message with an unknown word is not sent, because the model
 would read something else.
 
 If the run's agent has a method `converse(client, question)` (tasks/calculator.py), every message is
 a question to this agent, which really calls its tools. Other agents cannot chat, so the model
-answers without tools; the command printed at the start, `python -m extras.episode`, runs the agent
-once.
+answers without tools. To run the agent once, use the command printed at the start (`python -m
+extras.episode`).
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from inference.io_struct import GenerationHyperparameters, ModelRequest
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
-    """The words that the tokenizer would replace by its unknown token."""
+    """The words that the tokenizer would replace with its unknown token."""
     unknown = tokenizer.unk_token_id
     ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in text.split()}
     return [word for word in ids if unknown is not None and unknown in ids[word]]
@@ -42,7 +42,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 def find_agent(path: str, kwargs: dict[str, Any]) -> Any:
     """The agent at `path` if it can be asked a question, else None."""
-    with suppress(ImportError, AttributeError):  # a script may have passed another agent
+    with suppress(ImportError, AttributeError):  # a script may have passed its own agent
         named: Any = import_name(path)
         return named(**kwargs) if hasattr(named, "converse") else None
     return None

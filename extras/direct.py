@@ -1,4 +1,4 @@
-"""An OpenAI client whose calls the proxy's code answers in this process.
+"""An OpenAI client whose calls are answered in this process, by the proxy's code.
 
 AReaL's page "Agent Workflow" calls this the direct approach. A workflow makes one client for each
 episode and needs no proxy process:
@@ -21,7 +21,7 @@ from proxy import Proxy, create_app
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """The client also has methods for rewards and export. `engine` must have `async
+    """A client with methods for rewards and export. `engine` must have `async
     agenerate(ModelRequest)`; `options` are those of Proxy."""
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
@@ -42,7 +42,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
-        """Return a client of the same session with other options, such as a timeout."""
+        """Return a client with other options, such as a timeout, for the same session."""
         plain = openai.AsyncOpenAI(
             base_url=self.base_url, api_key=self.api_key, http_client=self._client
         )

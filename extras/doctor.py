@@ -1,14 +1,14 @@
 """The doctor looks at a run after each step, and names what is wrong, why, and what to do.
 
-A rule of RULES measures the last lines of metrics.jsonl, and fires if the result is NaN or above a
-limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The median 0.3 is above
+Each rule in RULES measures the last lines of metrics.jsonl, and fires if the result is NaN or above
+a limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The median 0.3 is above
 0.2, so the rule `kl` fires. The doctor prints the cause and the remedy, once in a run.
 
 The doctor adds four metrics. One tells whether the advantages teach anything, and one whether they
-belong to their groups. The other two tell whether a server has missed an update: after each update
-every server completes the same prompt, the canary, and the trainer scores the answers. A step may
-never end, so a thread looks every second for a function that blocks the event loop, and for steps
-whose groups are rejected.
+add up to 0 in each group. The other two tell whether a server has missed an update. After each
+update every server completes the same prompt (the canary), and the trainer scores the answers. A
+step can hang, so every second a thread looks for a function that blocks the event loop, and for too
+many rejected groups.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
 a run that waits is slow but correct. `python -m extras.doctor runs/guess/one` checks a run
@@ -42,12 +42,12 @@ from training.ranks import share as share_with_ranks
 
 # The largest rounding error of a log-probability, in nats.
 ROUNDING = {"float32": 1e-3, "bfloat16": 1.0}
-SOLVED = 0.9  # from this success on, advantages of 0 and a low entropy are normal
+SOLVED = 0.9  # from this success rate up, advantages of 0 and a low entropy are normal
 BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
 # After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
-CANARY_TOKENS = 16  # at most, in prompt and answer
+CANARY_TOKENS = 16  # at most, in prompt and answer each
 CANARY_MOVE = 1e-4  # an update that moves the trainer's score further must change the answers
 LIBRARY = sysconfig.get_path("stdlib")
 
@@ -103,7 +103,7 @@ def steps_without_correction(lines: list[Record], config: Any) -> int:
 
 
 def failed_share(lines: list[Record], config: Any) -> float:
-    """The share of episodes that raised. A failed group counts as all of its members."""
+    """The share of episodes that raised. If a group failed, all its members count."""
     members = share(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
     return share(lines, "failed", "accepted", "rejected") + members
 
@@ -328,11 +328,11 @@ class Canary:
     """A fixed prompt, which every server completes greedily after each update.
 
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
-    weights they differ by rounding only, about 1e-6 nats in float32; a larger difference means that
-    the weights differ. In bfloat16, rounding may hide a missed update. But then the server's answer
-    has the same bits as before, which reveals it.
+    weights they differ only by rounding, about 1e-6 nats in float32. So a larger difference means
+    that the weights differ. In bfloat16, rounding can hide a missed update. But then the server's
+    answer has the same bits as before, which reveals it.
 
-    The trainer scores the previous answer with the new weights, and does not wait for the server.
+    The trainer does not wait for the new answer: it scores the previous one with the new weights.
     At the next batch, when the new answer should be there, the trainer compares its scores with the
     server's, up to the first token that differs.
     """
@@ -398,8 +398,9 @@ def compare(
     before: dict[Tokens, Tensor],
 ) -> tuple[Tensor, bool]:
     """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
-    weights (`scores`) and with the old ones (`before`). Return |scores - now's logprobs| (n,) in
-    nats, of the n tokens that both begin with, and whether only the scores have changed."""
+    weights (`scores`) and with the old ones (`before`). For the n tokens that both begin with,
+    return |scores - now's logprobs| (n,) in nats. Also return whether only the scores have
+    changed."""
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
     n = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
@@ -421,7 +422,7 @@ def own_frames(thread: threading.Thread, machinery: str) -> list[FrameType]:
 
 
 def cpu_seconds(thread: threading.Thread) -> float:
-    """How long a thread has computed; 0 on macOS, which does not tell."""
+    """The CPU time of a thread; 0 on macOS, which does not report it."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
@@ -430,11 +431,11 @@ def cpu_seconds(thread: threading.Thread) -> float:
 def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None:
     """The call that keeps the event loop from answering, as "name (file:line)", or None.
 
-    On a starved machine every call takes long, and the code that happens to run is innocent. So we
-    must see the same call at every look, for `seconds`. We count looks, not seconds, because a
-    starved process also looks less often. Meanwhile the thread must have slept (computed for less
-    than a tenth of the time) or computed for half of `seconds`. A thread between the two is waiting
-    for a core.
+    On a starved machine every call is slow, and the code that happens to run is innocent. So we
+    must see the same call at every look for `seconds`. We measure them in looks, because a starved
+    process also looks less often. Meanwhile the thread must have slept (computed for less than a
+    tenth of the time) or computed for half of `seconds`. A thread between the two is waiting for a
+    core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)

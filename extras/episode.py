@@ -1,11 +1,11 @@
-"""Run one episode of an agent, and print its conversations and what training would use of them.
+"""Run one episode of an agent, and print its conversations and what training would take from them.
 
     python -m extras.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
 
-The command starts a proxy and a small server (or uses a running one: --server URL), and calls
-`MyAgent().run(data)` as training does. Then it prints the tree of calls. A call stands under the
-call that it continues, with its tokens and final reward. `tasks.guess.WORKFLOW` needs no --data,
-because its module has a dataset.
+The command starts a proxy and, without --server URL, a small server. It calls `MyAgent().run(data)`
+as training does, and prints the tree of calls. Each call stands under the one that it continues,
+with its token counts and final reward. `tasks.guess.WORKFLOW` needs no --data, because its module
+has a dataset.
 
 If one conversation appears as two trees, the agent's framework has rewritten earlier messages;
 docs/agents.md, "Two roots", says what to do.

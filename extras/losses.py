@@ -1,16 +1,16 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-A variant calls another loss with changed arguments: GSPO passes another u, truncation another w. By
-default the other loss is ppo.py's, but `base` may be another variant, so variants can be combined
-in a module of your own:
+A variant calls a `base` loss with changed arguments: GSPO passes another u, truncation another w.
+By default `base` is ppo.py's loss. It can also be a variant, so a module of your own can combine
+them:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
 Most variants solve one of two problems. The ratio of a single token is noisy, so `gspo` and
-`row_weight` take the ratio of a whole row. Server and trainer never agree exactly, so w is
-sometimes far too large or too small; `icepop`, `truncate` and `reject` bound the effect of such
-tokens. Only `reject` also sees whole rows: if each of 100 tokens has w = 1.05, no token looks
-wrong, but pi_prox generates the row 131 times as often as pi_behav.
+`row_weight` take the ratio of a whole row. Server and trainer never agree exactly, so some tokens
+have a w far too large or too small. `icepop`, `truncate` and `reject` bound their effect. Only
+`reject` also sees whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox
+generates the row 131 times as often as pi_behav.
 """
 
 import math
@@ -47,7 +47,7 @@ def gspo(
     **keys: Any,
 ) -> Result:
     """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. This
-    mean is close to 1: set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
+    mean is close to 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
     mask, prox = loss_mask.bool(), prox_logp.detach()
     # log u = 1/n sum_t log u_t
     log_u = over_rows(log_ratio(logp, prox, mask), mask, sequence_ids, "mean")
@@ -69,7 +69,7 @@ def cispo(
 ) -> Result:
     """CISPO (2506.13585): the clipped u multiplies the gradient of log pi_theta as a constant. So a
     clipped token keeps its gradient, and a rare but useful word can become likelier. The lower
-    bound is usually off: actor.eps_clip=1."""
+    bound is usually switched off (actor.eps_clip=1)."""
     mask, here, prox_logp = loss_mask.bool(), logp.detach(), prox_logp.detach()
     u = log_ratio(here, prox_logp, mask).exp()
     factor = clip(u, eps_clip, eps_clip_higher)
@@ -88,7 +88,7 @@ def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
 def leave_out(
     chosen: Tensor, base: Loss, *tensors: Tensor, loss_mask: Tensor, **keys: Any
 ) -> Result:
-    """The loss without the `chosen` tokens, although the mean still counts them."""
+    """The loss without the `chosen` tokens, which the mean still counts."""
     mask = loss_mask.bool()
     keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
     loss, stats = base(*tensors, mask & ~chosen, **keys)
@@ -126,9 +126,9 @@ def reject(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Leave out rows whose geometric mean of w is outside 1/c to c, with c = `geometric_mean`, or
-    in which a token has (log w)^2 / 2 > k2 or w < veto (verl, rollout correction). The mean stays
-    near 1 however long the row is, so choose c near 1, such as 1.01."""
+    """Leave out rows in which a token has (log w)^2 / 2 > k2 or w < veto, or whose geometric mean
+    of w is outside 1/c to c (verl, rollout correction). The mean stays near 1 however long the row
+    is, so choose c = `geometric_mean` near 1, such as 1.01."""
     mask, keys["sequence_ids"] = loss_mask.bool(), sequence_ids
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)

@@ -1,4 +1,4 @@
-"""Use SGLang's parsers of tool calls: `rollout.openai.tool_call_parser=extras.parsers.mistral`.
+"""Use SGLang's tool-call parsers: `rollout.openai.tool_call_parser=extras.parsers.mistral`.
 
 calls/tools.py already parses the format of Qwen and Hermes. This module has a function for every
 parser that SGLang knows.

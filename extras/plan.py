@@ -10,11 +10,11 @@ each in float32. A frozen parameter takes 4, and a reference model adds 4. A ste
 Each frees its memory at its end, so only the largest phase counts. A server keeps the weights, and
 the keys and values of server.max_total_tokens tokens.
 
-Example: to train Qwen2.5-1.5B in bfloat16, one GPU needs 30.6 GiB. The 16 bytes per parameter make
-23.0, a step with gradient checkpointing adds 4.6 (without it 47), and CUDA takes 3.
+Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB. The 16 bytes per parameter
+make 23.0, a step adds 4.6 with gradient checkpointing and 47 without, and CUDA takes 3.
 
-The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
-real layers and a real step, to 10 %. CUDA_BYTES is a guess.
+The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py checks them to 10
+% against real layers and a real step. CUDA_BYTES is a guess.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
 
 
 def count_frozen(actor: PPOActorConfig, shape: Any, n: int) -> int:
-    """The parameters that do not learn: the embedding's and those of the first layers."""
+    """The number of frozen parameters: the embedding's and the first layers'."""
     last, _, layer = split_parameters(shape, n)
     return actor.frozen_layers * layer + last if actor.frozen_layers else 0
 
@@ -148,17 +148,17 @@ def estimate_rank(
     """GiB that each rank needs if there are `ranks` of them."""
     actor, device = config.actor, "cuda" if on_gpu else "cpu"
     kept = kept_bytes(config) * n - 12 * count_frozen(actor, shape, n)
-    if actor.frozen_layers:  # it keeps the states of a step's tokens after the last frozen layer
+    if actor.frozen_layers:  # a rank keeps the last frozen layer's output for a step's tokens
         kept += step_tokens(config) * number_bytes(actor) * shape.hidden_size
     step = step_bytes(actor, shape, n, has_head_norms, device, ranks)
     return (kept / ranks + step + CUDA_BYTES * on_gpu) / GIB
 
 
 def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
-    """GiB that a server needs on each of its GPUs: SGLang in bfloat16, a small one in server.dtype.
+    """GiB that a server needs on each of its GPUs. SGLang uses bfloat16, a small one server.dtype.
 
-    If there are more GPUs than key heads, several keep the same head. Raises ConfigError if the
-    heads cannot be divided (SGLang, srt/models/qwen2.py).
+    With more GPUs than key heads, several GPUs keep the same head. Raises ConfigError if the heads
+    cannot be divided (SGLang, srt/models/qwen2.py).
     """
     tp, (heads, keys) = config.server.tp_size, count_heads(shape)
     fits = [k for k in range(1, heads + 1) if heads % k == 0 and max(k, keys) % min(k, keys) == 0]

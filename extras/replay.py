@@ -1,9 +1,9 @@
-"""Record the schedule of a run, and repeat the run token by token and bit by bit.
+"""Record the schedule of a run, and repeat the run token by token, bit for bit.
 
     python -m extras.replay runs/guess/one                all steps
     python -m extras.replay runs/guess/one --until 7      the first seven
 
-Two runs with one seed differ, because a weight update interrupts a completion at token 57 in
+Two runs with the same seed differ, because a weight update interrupts a completion at token 57 in
 one and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's
 name and a token's position, every random number. The small server computes the same bits for a
 completion, whatever else it computes and however often it is interrupted. A step depends only on
@@ -55,7 +55,7 @@ FREE = {"fileroot", "experiment_name", "trial_name", "callbacks", "saver.interva
 
 
 class Differs(RuntimeError):
-    """The replay is not the recorded run. The message names the first difference."""
+    """The replay differs from the recorded run. The message names the first difference."""
 
     is_verdict = True  # the message says everything: no traceback
 
@@ -160,7 +160,7 @@ class Schedule:
 
 
 class Hooks(engine.Hooks):
-    """Records the calls of training. In a replay, generates each token under its recorded version.
+    """Records training calls. In a replay, each token is generated under its recorded version.
 
     The trainer and all proxies append to one file. A line is a single write, so lines never mix.
     """
@@ -250,7 +250,7 @@ def check(config: Any, folder: str) -> None:
 
 
 class Replay:
-    """The callback that records a run, or replays it with its own `prepare_batch`.
+    """The callback that records a run. To replay one, it replaces `prepare_batch`.
 
     `replaying` is the folder of the run to repeat, up to step `until`.
     """
@@ -271,7 +271,7 @@ class Replay:
             run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return
-        # A kill may have cut the last line, which is newer than the checkpoint: remove it.
+        # A kill may have cut off the last line. It is newer than the checkpoint, so remove it.
         path = run.run_dir / FILE
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.record = run.engine.hooks.record
@@ -302,7 +302,7 @@ class Replay:
 
         executor, version = self.run.executor, self.run.engine.get_version()
 
-        # 1. Start what the recorded run started at this version, in its order.
+        # 1. Start what the recorded run started at this version, in the same order.
         starts = self.recorded.starts.items()
         due = [task for task, v in starts if v == version and task in self.step_of]
         self.samples = self.samples or [*islice(cycle(dataloader), max(self.step_of) + 1)]
@@ -314,7 +314,7 @@ class Replay:
         # 2. Wait for all tokens of this version, because the push replaces it.
         executor.dispatcher.run(self.until_generated(version))
 
-        # 3. Consume the recorded groups in their order.
+        # 3. Consume the groups in the recorded order.
         tasks = self.recorded.steps[version]
         groups = [executor.wait_for_task(task) for task in tasks]
         executor.dispatcher.run(self.until_generated(version))  # finds missing and new calls
@@ -387,7 +387,7 @@ def main(argv: list[str]) -> Any:
     def make(config: Any, force: bool) -> start.Run:
         check(config, options.folder)
         config.callbacks = [name for name in config.callbacks if name != "extras.replay.Replay"]
-        config.recover_interval = 0  # a replay never continues
+        config.recover_interval = 0  # a replay is never resumed
         run = start.Run(config)
         run.callbacks.append(Replay(config, options.folder, options.until))
         return run

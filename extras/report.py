@@ -2,16 +2,16 @@
 
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
-writes the page every few steps and when the run ends, also after Ctrl-C or a failure. The page
-is made of the run's files, so even a crashed run has one:
+writes the page every few steps and when the run ends, even after Ctrl-C or a failure. The page is
+made from the run's files, so even a crashed run can have one:
 
     metrics.jsonl   the curves and the lags
     trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
     tokens/         the trajectories: each token's version, log-probabilities and advantage
-    config.yaml     the keys of the loss, which say which tokens were clipped
+    config.yaml     the keys of the loss, to find the clipped tokens
     doctor.jsonl    the doctor's findings
 
-This module makes one JSON object of the files, and the script in report.html draws it. To stay
+This module turns the files into one JSON object, which the script in report.html draws. To stay
 small, a page shows at most MAX_TOKENS tokens of MAX_STEPS steps, so some rows of a group may be
 missing. All rewards are shown.
 """
@@ -41,7 +41,7 @@ MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # per page
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 INTERVAL = 10  # steps between two reports of a run
-TIME_SHARE = 0.02  # no report while reports took more than this share of the run's time
+TIME_SHARE = 0.02  # no report while reports have taken more than this share of the run's time
 
 
 def spread(items: list, count: int) -> list:
@@ -257,7 +257,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
 
 
 def make_page(folders: list[Path]) -> str:
-    """The page of one or several runs. Raises ValueError if a folder holds no run."""
+    """The page of one or more runs. Raises ValueError if a folder holds no run."""
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
     data = json.dumps({"runs": clean(runs)}, allow_nan=False, separators=(",", ":"))
     # Without "<", no text of an agent can close the script element that holds the data.
@@ -275,7 +275,7 @@ def write_page(folders: list[Path], path: Path) -> None:
 class Report(Trace):
     """The callback that writes the trace and the page."""
 
-    seconds, is_first = 0.0, False  # `seconds` were spent on reports
+    seconds, is_first = 0.0, False  # `seconds` spent on reports
 
     def on_start(self, run: Any) -> None:
         super().on_start(run)

@@ -1,7 +1,7 @@
-"""Print at the end of a run what it reached, how old its tokens were, and how to use the model.
+"""At the end of a run, print what it reached, how old its tokens were, and how to use the model.
 
-A task's `summary(ask, console)` may draw what the policy does; `ask(messages)` returns the trained
-policy's answer at temperature 0.
+A task's `summary(ask, console)` can draw what the policy does. There `ask(messages)` returns the
+trained policy's greedy answer.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Show a live table: the last steps, how far the run is, and what it is doing.
+"""Show a live table of the last steps, the run's progress, and what it is doing.
 
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
 narrow terminal shows only the first columns. To save room, a counter has no column until it has
@@ -130,7 +130,7 @@ class Table:
             if key in COUNTERS and not any(metrics[key] for metrics in history):
                 continue
             width -= max(len(title), len(text.format(0))) + 2
-            if width >= -2:  # nothing follows the last column, so it needs no two spaces
+            if width >= -2:  # the last column needs no two spaces after it
                 shown.append((key, text))
                 table.add_column(title, justify="right", no_wrap=True)
         for metrics in history[-ROWS:]:

@@ -6,8 +6,8 @@ phases:
 
     rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
 
-The executor reports the groups' events as they happen. The phases' lengths come from the step's
-metrics. They are laid end to end, and the last one gets the rest of the step.
+The executor reports the groups' events as they happen. The phases get their lengths from the step's
+metrics. They are laid end to end, and the last gets the rest of the step.
 """
 
 import json
@@ -53,7 +53,7 @@ class Trace:
         run.executor.listeners.append(self.on_event)
 
     def on_event(self, name: str, task_id: int, details: Record) -> None:
-        """Write a group's event. All bars have one name, so a viewer draws them in one track."""
+        """Write a group's event. All bars share a name, so a viewer draws them in one track."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
         args = {"task": task_id, "event": name, **details}

@@ -2,16 +2,16 @@
 
     callbacks: [extras.vcpo.VCPO]
 
-A gradient over M tokens weighted by w is as noisy as an unweighted one over
-ESS = (sum w)^2 / sum w^2 tokens. So every optimizer step takes lr * (ESS / M)^power. Scaling the
-gradient instead would do nothing, because AdamW normalises it.
+A gradient over M tokens weighted by w is as noisy as an unweighted one over ESS = (sum w)^2 / sum
+w^2 tokens. So every optimizer step uses lr * (ESS / M)^power. Scaling the gradient instead would do
+nothing, because AdamW normalises it.
 """
 
 from typing import Any
 
 
 class VCPO:
-    """A subclass may set another power; the paper uses 0.5 for AdamW."""
+    """A subclass can set another power; the paper uses 0.5 for AdamW."""
 
     power = 0.5
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # levels of nesting, of the 254 that orjson writes, for what will enclose a value
+ROOM = 50  # of orjson's 254 levels of nesting, those reserved for what will enclose a value
 
 
 class Refusal(ValueError):
@@ -71,8 +71,8 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: str) -> Any:
-    """Import module.name. Any error is raised as it is; pkgutil.resolve_name would hide an
-    ImportError inside the module."""
+    """Import module.name. Any error propagates. pkgutil.resolve_name would hide an ImportError
+    inside the module."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

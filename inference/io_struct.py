@@ -3,17 +3,16 @@
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
 A request names every sampling parameter, because a server would take a missing one from the model's
-generation_config.json, which the trainer does not read. Training needs three facts about every
-token of an answer: its id, its log-probability under the policy that sampled it, and that policy's
-version:
+generation_config.json, which the trainer does not read. For every token of an answer, training
+needs its id, its log-probability under the policy that sampled it, and that policy's version:
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
 Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
-reports only `weight_version`, the version at the end of the answer. A finish reason with a status
-code says that the request failed; otherwise `abort` says that a pause interrupted it.
+reports only `weight_version`, the version at the end of the answer. If the finish reason has a
+status code, the request failed. Otherwise `abort` means that a pause interrupted it.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
 penalty or a grammar the server samples from another distribution, so training leaves these tokens
@@ -27,7 +26,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# An unknown key or a wrong value is an error, also when it is set later.
+# An unknown key or a wrong value is an error, even when set later.
 CHECKED = ConfigDict(
     extra="forbid",
     validate_assignment=True,
@@ -45,7 +44,7 @@ class EngineError(RuntimeError):
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
-        self.status, self.code = status, code  # code: OpenAI's name of the error, or ""
+        self.status, self.code = status, code  # code: OpenAI's name for the error, or ""
 
 
 class Sampling(BaseModel):
@@ -54,13 +53,13 @@ class Sampling(BaseModel):
     model_config = CHECKED
 
     max_new_tokens: int = Field(512, ge=1, lt=2**31)
-    """most tokens in an answer"""
+    """token limit of an answer"""
     temperature: float = Field(1.0, ge=0)
-    """the logits are divided by it; 0: greedy"""
+    """divides the logits; 0: greedy"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """sample the likeliest tokens, up to this total probability"""
+    """sample from the likeliest tokens, up to this total probability"""
     top_k: int = Field(-1, ge=-1, lt=2**31)
-    """sample only this many likeliest tokens; -1: all"""
+    """sample from only this many likeliest tokens; -1: all"""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """texts that end an answer"""
     stop_token_ids: list[int] = []
@@ -118,7 +117,7 @@ class ModelRequest:
 
     @property
     def affinity(self) -> str:
-        """The call's prompt group, "7" for "7-3.1" and "7.1"; without a call, rid."""
+        """The call's prompt group ("7" for "7-3.1" and "7.1"), or rid without a call."""
         group, _, rest = self.call.rpartition("-")
         return group or rest.partition(".")[0] or self.rid
 
@@ -127,8 +126,8 @@ class ModelRequest:
 class ModelResponse:
     """One completion.
 
-    The output lists have one entry per token, including the stop token. The stop reason `abort`
-    marks a segment that a pause interrupted; a whole completion has another one.
+    The output lists have one entry per token, including the stop token. The stop reason is `abort`
+    if a pause interrupted the segment, but never for a whole completion.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -148,7 +147,7 @@ class ModelResponse:
         return len(self.output_tokens)
 
     def extend(self, segment: "ModelResponse") -> None:
-        """Append a segment's tokens, and take over its stop reason."""
+        """Append a segment's tokens, and take its stop reason."""
         self.output_tokens += segment.output_tokens
         self.output_logprobs += segment.output_logprobs
         self.output_versions += segment.output_versions
@@ -156,7 +155,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of an episode's call, a hash. Calls of other episodes do not change it."""
+    """Return a hash as the seed of an episode's call. Other episodes' calls do not change it."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -188,7 +187,7 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
 
     Raises EngineError with status 400 if the server rejects the request, 503 if the server has
     failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. A server
-    that has only a part of its new weights reports "7-incomplete", which is no version.
+    that has only part of its new weights reports "7-incomplete", which is not a version.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -1,8 +1,8 @@
-"""Serve a web application, the proxy or the small inference server, from its own process.
+"""Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
 binds 127.0.0.1 by default, and another address only with a key. To end with its parent, it checks
-the parent's id every half second. It does not wait for a pipe to close, because children that an
+the parent's id every half second. A pipe from the parent would not do, because children that an
 agent forks would keep it open.
 """
 
@@ -26,7 +26,7 @@ from inference.fields import Refusal, as_object
 
 
 def free_port() -> int:
-    """A free port from 20000 to 31999, because outgoing connections do not use this range."""
+    """Return a free port from 20000 to 31999, which outgoing connections do not use."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -42,15 +42,15 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files for this process and its children, because 1,024 are too
-    few for 1,000 requests in flight."""
+    """Raise the limit on open files for this process and its children. A limit of 1,024 is too low
+    for 1,000 requests in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Call `act` in a thread when this process has lost its parent."""
-    # The trainer passes its pid, because it may be killed before its child can ask for it.
+    # The trainer passes its pid, because it can be killed before its child calls getppid.
     parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:
@@ -69,7 +69,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     )
     server = uvicorn.Server(config)
     raise_open_files()
-    # A collection of old objects would visit every token of every session, in up to a second.
+    # Garbage-collecting old objects would visit every token of every session, for up to a second.
     gc.set_threshold(gc.get_threshold()[0], 10, 10**9)
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))

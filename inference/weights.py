@@ -1,20 +1,20 @@
 """Send new weights to running servers.
 
-In mode `disk` the trainer writes a Hugging Face folder, and every server reads it, so they need a
+In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. So this needs a
 shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join
 an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang 0.5.20.
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
-    label "7-incomplete"       from now on all engines refuse their tokens
+    label "7-incomplete"       from now on all engines refuse the servers' tokens
     disk or distributed        every server loads the weights and drops its old KV cache
     label "7"                  in mode disk, the load itself sets it
     set_version(7), resume     the gate admits new groups, and the servers go on
 
-If an update fails half way, some servers have version 7 and some 6; the label "7-incomplete" stays,
+If an update fails half way, some servers have version 7 and some 6. The label "7-incomplete" stays,
 and the run ends. A folder gets its name only when it is complete. In mode distributed each update
-makes its own group, so servers may come and go between updates. NCCL blocks each rank that joins,
-broadcasts or leaves until all ranks do the same. So meanwhile a thread asks the servers to do so.
+makes its own group, so servers can come and go between updates. NCCL blocks each rank that joins,
+broadcasts or leaves until all ranks do the same. So a thread asks the servers meanwhile.
 """
 
 import shutil
@@ -58,12 +58,12 @@ class WeightUpdateMeta:
 def named_buckets(
     model: Any, dtype: Any, bucket_mb: float = BUCKET_MB, *, learning: bool = False
 ) -> Iterator[Bucket]:
-    """Yield all weights, or only those that learn, in buckets of about `bucket_mb` MiB, so no rank
-    holds the whole model.
+    """Yield the weights in buckets of about `bucket_mb` MiB, so no rank holds the whole model. If
+    `learning`, yield only those that learn.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
     bucket empties the one before. Names and shapes are those of the checkpoint files, because
-    transformers fuses a mixture's experts in memory, and servers would skip the fused names.
+    transformers fuses experts in memory, and servers would skip the fused names.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -88,8 +88,7 @@ def named_buckets(
 
 
 def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
-    """Write `state` as a Hugging Face folder, and copy the files of `source_dir` that hold no
-    weights."""
+    """Write `state` as a Hugging Face folder, with the non-weight files of `source_dir`."""
     from safetensors.torch import save_file
 
     target = Path(target).absolute()
@@ -163,8 +162,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Make a request to all servers in a thread while the block runs. An error of the request
-    replaces an error of the block, which it may have caused."""
+    """Make a request to all servers in a thread while the block runs. If both fail, the request's
+    error is raised, because it may have caused the block's."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:

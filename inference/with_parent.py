@@ -1,4 +1,4 @@
-"""`python -m inference.with_parent COMMAND ...` runs a command, and ends it with our parent.
+"""`python -m inference.with_parent COMMAND ...` runs a command until our parent ends.
 
 SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM.
 Once it has ended, or after three seconds, our whole process group gets SIGKILL. So start this

@@ -13,7 +13,7 @@ Instead of AReaL's two polling threads, `_produce` starts tasks when the gate ma
 The key rollout.stale says which groups form a batch. `wait` takes the B unconsumed groups that
 started first, so one slow group delays its batch. `mask` and `drop` take the groups that finished
 first, and leave out tokens or whole groups that are too old. No trained token is more than eta
-versions old: staleness.py has the proof, and `take` checks it.
+versions old: staleness.py proves this, and `take` checks it.
 
 If a task returns None or raises, it is rejected and another one is drawn. The run stops after
 `max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From
@@ -52,7 +52,7 @@ class DispatchState:
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    errors: list[BaseException] = field(default_factory=list)  # of the latest tasks, if all raised
+    errors: list[BaseException] = field(default_factory=list)  # of the latest failures in a row
 
     # ---- questions
 
@@ -72,7 +72,7 @@ class DispatchState:
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """Return the part of a finished group that a step may train, or None."""
+        """Return the part of a finished group that a step may train on, or None."""
         if self.stale == "mask":
             return self.without_older(data, self.manager.oldest_version())
         fresh = self.stale == "wait" or self.manager.is_fresh(self.head_version(data))
@@ -130,8 +130,8 @@ class DispatchState:
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is unfinished.
 
-        What is too old is dropped first. If a group still exceeds the bound, this raises
-        StalenessError and consumes none.
+        First, `mask` and `drop` remove the groups that are too old. If a group still exceeds the
+        bound, this raises StalenessError and consumes none.
         """
         while batch := {i: self.trainable(data) for i, data in self.next_groups(count).items()}:
             if not (too_old := [i for i, data in batch.items() if data is None]):
@@ -150,7 +150,7 @@ class DispatchState:
     def take_task(self, task_id: int) -> list[Any]:
         """Return [result] for a finished task, [None] for a rejected one, else [].
 
-        A second call for the same id raises KeyError, as for an unknown one.
+        An unknown id, or one already taken, raises KeyError.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)

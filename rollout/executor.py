@@ -17,8 +17,8 @@ keeps the arguments of the `prepare_batch` call that drew it.
 were consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint
 holds {"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
 
-After a restart the positions are wrong if the run used two dataloaders or called `submit`, which
-also takes ids. rollout_batch waits for ever if other groups fill the gate.
+If a run used two dataloaders or called `submit`, which also takes ids, the positions are wrong
+after a restart. If other groups fill the gate, rollout_batch waits for ever.
 """
 
 import asyncio
@@ -203,7 +203,7 @@ class WorkflowExecutor:
         return {"closed": sorted(closed | self._closed)}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:
-        """Go on from a `state_dict` that was made at `version`. Call this before anything runs."""
+        """Resume from a `state_dict` that was made at `version`. Call this before anything runs."""
         self._closed = {*state["closed"]}
         self.gate.on_version_recovered(version)
 

@@ -125,8 +125,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. If any trajectory has a key without the dimension L,
-    that key is stacked unpadded. Raises ValueError if there is no trajectory, or if keys differ.
+    Tensors [B, L, ...] are padded along L. If a key lacks the dimension L in any trajectory, it is
+    stacked unpadded. Raises ValueError if there is no trajectory, or if keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")
@@ -147,8 +147,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield each row's record (AReaL's page "Rollout Workflow"). The completion goes from the
-    first generated token to the end of the row, with what other roles said between turns."""
+    """Yield each row's record (AReaL's page "Rollout Workflow"). The completion goes from the first
+    generated token to the end of the row, including what other roles said between turns."""
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
         ids = row["input_ids"][row["attention_mask"]].tolist()

@@ -6,14 +6,14 @@ runs each call in a process that can be killed:
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-If the block ends well, its process serves the next block, so global variables keep their values.
+If the block succeeds, its process serves the next block, so global variables keep their values.
 After an exception, a time limit or a cancellation the process is killed with its whole process
 group.
 
 A call is sent as a pickle that names the function, so the process imports the function's module,
 but not the main script. A result comes back as JSON, because an agent's pickle could run code in
-the trainer. What the code prints, and the traceback of what it raises, go to the run's standard
-error. Processes end with the trainer, and get none of its keys.
+the trainer. Printed output and tracebacks go to the run's standard error. Processes end with the
+trainer, and get none of its keys.
 
 A process that has left the group (setsid) is not killed. A coroutine that ignores its cancellation
 goes on. Windows is not supported.

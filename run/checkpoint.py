@@ -2,8 +2,8 @@
 
 recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed. On
 a restart, a prompt runs again if no step has consumed its answers. So no prompt is skipped, and
-none is trained on twice. A checkpoint gets its name when it is complete. We keep the checkpoint
-before it, because the disk may damage the newest. sums.json has every file's checksum. On a
+none is trained on twice. A checkpoint gets its name only when it is complete. We also keep the
+second newest, because the disk may damage the newest. sums.json has every file's checksum. On a
 restart, run/log.py removes the lines of later steps from metrics.jsonl.
 """
 
@@ -22,7 +22,7 @@ SUMS = "sums.json"
 
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
-    """Write the checkpoint of a step that is in metrics.jsonl. All ranks call this."""
+    """Write a step's checkpoint, after its line in metrics.jsonl. All ranks call this."""
     folder = run_dir / "recover"
     new, partial = folder / f"step{step:05d}", folder / "partial"
     actor.save_state(partial)
@@ -39,8 +39,8 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
 
 
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
-    """Restore the newest whole checkpoint, and return its step, or 0 without any. All ranks call
-    this. The caller pushes the weights. Raises ConfigError if all are damaged."""
+    """Restore the newest whole checkpoint, and return its step, or 0 if there is none. All ranks
+    call this. The caller pushes the weights. Raises ConfigError if all are damaged."""
     folder = share(find_whole(run_dir / "recover") if dist.get_rank() == 0 else None)
     if folder is None:
         return 0
@@ -52,7 +52,7 @@ def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
 
 
 def find_whole(recover: Path) -> Path | None:
-    """The newest checkpoint that is not damaged, or None if there is no checkpoint."""
+    """The newest undamaged checkpoint, or None if there is no checkpoint."""
     folders = sorted(recover.glob("step*"), reverse=True)
     for folder in folders:
         path = folder / SUMS

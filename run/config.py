@@ -25,7 +25,7 @@ from inference.io_struct import CHECKED, GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """Return the file of a module without importing it, because torch takes seconds to import."""
+    """Return a module's file without importing it, because importing torch takes seconds."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # no such package
@@ -67,15 +67,15 @@ class OpenAIConfig(Keys):
     subproc_max_workers: Count = 4
     """processes for agents, with mode=subproc"""
     turn_discount: Share = 1.0
-    """gamma in R = r + gamma * mean R(calls that read its answer)"""
+    """gamma in R(i) = r(i) + gamma * mean R(calls that read i)"""
     compaction: Literal["link", "cut"] = "link"
-    """link: a conversation passes its reward to the answer that it begins with; cut: if named"""
+    """link: a conversation's reward reaches the answer it begins with; cut: only calls it names"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
-    """module.function that reads the model's tool calls; null: reads those of Hermes and Qwen"""
+    """module.function that reads the model's tool calls; null: the form of Hermes and Qwen"""
     episode_timeout_seconds: Positive = 3600.0
-    """an episode that takes longer has failed"""
+    """an episode that takes longer fails"""
 
 
 class RolloutConfig(Keys):
@@ -86,11 +86,11 @@ class RolloutConfig(Keys):
     max_concurrent_rollouts: Count | None = None
     """most prompt groups that run at once; default: batch size * (eta + 1)"""
     consumer_batch_size: Count | None = None
-    """another name of train_dataset.batch_size (B)"""
+    """another name for train_dataset.batch_size (B)"""
     group_size: Count | None = None
-    """another name of gconfig.n_samples"""
+    """another name for gconfig.n_samples"""
     stale: Literal["wait", "mask", "drop"] = "wait"
-    """how eta is kept: wait, mask or drop (staleness.py)"""
+    """how eta is enforced: wait, mask or drop (staleness.py)"""
     pause_mode: Literal["retract", "abort"] = "retract"
     """how a weight update interrupts the servers: retract or abort (engine.py)"""
     enable_tracing: bool = False
@@ -112,7 +112,7 @@ class ServerConfig(Keys):
     tp_size: Count = 1
     """GPUs per server"""
     args: list[str] = []
-    """more words for the command line of every server"""
+    """more command-line arguments for every server"""
     max_running_requests: Count = 64
     """sequences that a server decodes at once"""
     max_total_tokens: Count = 16384
@@ -120,7 +120,7 @@ class ServerConfig(Keys):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where the small server computes; auto: cuda if a GPU is visible, else cpu; mps is untried"""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """numbers in the small server's products; auto: bfloat16 where the processor has it"""
+    """number format of the small server's products; auto: bfloat16 where the processor has it"""
     threads: CountOrZero = 1
     """threads of a small server; 0: half of the machine's"""
 
@@ -157,11 +157,11 @@ class PPOActorConfig(Keys):
     """The trained model, its objective and its optimizer."""
 
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """format of numbers in the forward pass; auto: bfloat16 where the processor has it"""
+    """number format of the forward pass; auto: bfloat16 where the processor has it"""
     threads: CountOrZero = 1
     """threads of the trainer on a CPU; 0: half of the machine's"""
     frozen_layers: CountOrZero = 0
-    """how many of the first layers do not learn, and with them the embeddings; 0: all learn"""
+    """number of first layers that do not learn, together with the embeddings; 0: all learn"""
     ppo_n_minibatches: Count = 4
     """optimizer steps in a pass over the batch"""
     ppo_epochs: Count = 1
@@ -171,7 +171,7 @@ class PPOActorConfig(Keys):
     gradient_checkpointing: bool = False
     """save memory: recompute layers in the backward pass"""
     enable_tree_training: bool | None = None
-    """compute a beginning that rows share only once; null: on a CPU, if the model allows it"""
+    """compute shared prefixes of rows only once; null: on a CPU, if the model allows it"""
     use_decoupled_loss: bool = True
     """decoupled PPO; false: standard PPO"""
     recompute_logprob: bool = True
@@ -185,7 +185,7 @@ class PPOActorConfig(Keys):
     c_clip: Annotated[float, Field(gt=1)] | None = None
     """dual clip: for A < 0, objective >= c_clip A"""
     behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = 5.0
-    """leave out tokens with a larger pi_prox / pi_behav; null: none"""
+    """leave out tokens with a larger pi_prox / pi_behav; null: no cap"""
     loss: Named = "ppo.ppo_actor_loss_fn"
     """module.function of the loss (extras/losses.py)"""
     advantages: Named = "ppo.compute_advantages"
@@ -193,17 +193,17 @@ class PPOActorConfig(Keys):
     entropy_coeff: NonNegative = 0.0
     """weight of the entropy bonus"""
     kl_ctl: NonNegative = 0.0
-    """weight of the KL to the reference model; with 0 it is loaded only if ref.path is set"""
+    """weight of the KL to the reference model, which at 0 is loaded only if ref.path is set"""
     anneal: bool = False
     """let entropy_coeff and kl_ctl fall linearly to 0"""
     reward_scaling: Positive = 1.0
-    """factor of every reward"""
+    """multiplies every reward"""
     adv_norm: NormConfig = NormConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class RefConfig(Keys):
-    """The frozen model of the KL penalty."""
+    """The frozen model for the KL penalty."""
 
     path: str | None = None
     """folder of the model; default: model_path"""
@@ -222,7 +222,7 @@ class TrainDatasetConfig(DatasetConfig):
     batch_size: Count = 8
     """prompt groups in a step (B)"""
     shuffle: bool = True
-    """draw the prompts in a random order; false: in theirs"""
+    """shuffle the prompts; false: keep their order"""
 
 
 class EvaluatorConfig(Keys):
@@ -245,7 +245,7 @@ class WeightUpdateConfig(Keys):
     """How new weights reach the servers."""
 
     mode: Literal["disk", "distributed"] = "disk"
-    """disk: by files; distributed: by a process group, if the servers have GPUs of their own"""
+    """disk: through files; distributed: over a process group, if the servers have their own GPUs"""
     path: str | None = None
     """folder for the files, such as /dev/shm; default: the run's folder"""
     address: str = "127.0.0.1"
@@ -276,7 +276,7 @@ class TrainConfig(Keys):
     workflow: Named | None = None
     """module.Class of an agent or workflow; default: the task's"""
     workflow_kwargs: dict[str, Any] = {}
-    """arguments of that class"""
+    """arguments of the workflow's class"""
     should_accept_fn: Named | None = None
     """module.function that accepts or rejects a group"""
     callbacks: list[Named] = []
@@ -285,7 +285,7 @@ class TrainConfig(Keys):
     """steps between two checkpoints; 0: only at the end"""
     gconfig: GenerationHyperparameters = GenerationHyperparameters()
     eval_gconfig: dict[str, Any] = {}
-    """fields of gconfig that differ in evaluations; n_samples: 1 unless set here"""
+    """fields of gconfig that differ in evaluations; n_samples is 1 unless set here"""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()
     actor: PPOActorConfig = PPOActorConfig()
@@ -312,7 +312,7 @@ class TrainConfig(Keys):
 
 ROOT = Path(__file__).resolve().parent.parent
 
-ALIASES = {  # other names of keys, from AReaL's documents
+ALIASES = {  # other names for keys, from AReaL's documents
     "model": "model_path",
     "data": "train_dataset.path",
     "actor.recompute_logprobs": "actor.recompute_logprob",
@@ -331,7 +331,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turn an exception of the user's code into a ConfigError: one line that starts with `what`."""
+    """Turn an exception in the user's code into a ConfigError: one line that starts with `what`."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -1,5 +1,4 @@
-"""Evaluation runs eval_gconfig.n_samples episodes per validation prompt, by default one, and
-summarises the rewards.
+"""Run eval_gconfig.n_samples episodes (default: 1) per validation prompt and summarise the rewards.
 
 During training these episodes bypass the staleness gate, and use the newest weights. `python
 train.py mode=eval` evaluates a model without training; with evaluator.base_url=URL it evaluates
@@ -35,17 +34,18 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """The probability that at least one of k answers is right, estimated from n answers of which
-    `right` were. It has no bias, unlike 1 - (1 - right / n)^k (Chen et al. 2021)."""
+    """Estimate the probability that k answers include a right one, if `right` of n were right. The
+    estimate has no bias, unlike 1 - (1 - right / n)^k (Chen et al. 2021)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
-    """Return and print the metrics. An episode without a reward (None) is no success, and does not
-    count in the mean reward. With n episodes per prompt, there is pass@k for k = 2, 4, 8 ... <= n.
+    """Return and print the metrics. An episode without a reward (None) counts as a failure, and is
+    left out of the mean reward. With n episodes per prompt, there is pass@k for k = 2, 4, 8 ... <=
+    n.
 
-    `rewards` has those of all prompts, then those of all prompts again. The episodes of one prompt
-    are alike, so error and interval count prompts: they may be too wide, but not too narrow.
+    `rewards` goes through all prompts n times. The episodes of one prompt are alike, so error and
+    interval count prompts, not episodes. They may be too wide, but not too narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts

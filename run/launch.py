@@ -2,7 +2,7 @@
 
 Each process has its own session, so Ctrl-C reaches only train.py, which then ends the processes. A
 process ends by itself when its parent is gone, even after `kill -9`. API keys are in the
-environment, which other users cannot read. But SGLang's is on its command line.
+environment, which other users cannot read. But SGLang gets its key on the command line.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are
@@ -139,7 +139,7 @@ def visible_gpus() -> list[str]:
 
 
 def settle(server: ServerConfig, gpus: list[str]) -> None:
-    """Decide what the keys of a small server leave to the machine. Raises ConfigError."""
+    """Replace `auto` in a small server's keys to suit the machine. Raises ConfigError."""
     if server.device == "auto":
         server.device = "cuda" if gpus else "cpu"
     if server.device == "cuda" and not gpus:
@@ -171,7 +171,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     if gpus:  # the trainer's logits are float32, too; SGLang would serve float32 models in float16
         words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
         words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
-    # POCKET_AREAL_SGLANG may be another command that starts SGLang.
+    # POCKET_AREAL_SGLANG can name another command that starts SGLang.
     sglang = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
     start = [sys.executable, "-P", "-m", "inference.with_parent", *shlex.split(sglang)]
     whole = [*start, *map(str, words), *server.args]
@@ -190,7 +190,7 @@ SGLANG_VARIABLES = {
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy of these servers; start it when they answer. `hooks` is {class path: arguments} of
+    """The proxy for these servers. Start it when they answer. `hooks` is {class path: arguments} of
     the engine's hooks, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]

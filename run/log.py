@@ -17,7 +17,7 @@ from torch import Tensor
 
 logger = logging.getLogger("pocket_areal")  # the parent of all the project's loggers
 
-# Counts of groups, and of members of groups, since the previous step.
+# Counts of groups and their members since the previous step.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 
 
@@ -51,7 +51,7 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
     For these tokens server and trainer have the same weights, so they differ only by rounding,
     about 1e-6 in float32. If no pass has computed pi_prox, pi_theta of the first mini-batch takes
-    its place, because no optimizer step came before. Without fresh tokens the result is 0.
+    its place, because no optimizer step precedes it. Without fresh tokens the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     key = "prox_logp" if "prox_logp" in batch else "start_logp"
@@ -83,7 +83,7 @@ class Log:
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
-        # The batch, with the texts of its tokens, so that readers need no tokenizer.
+        # Save the batch with its tokens' texts, so that readers need no tokenizer.
         path = run.run_dir / "tokens" / f"{metrics['step']:05d}.safetensors"
         path.parent.mkdir(exist_ok=True)
         ids = batch["input_ids"].unique().tolist()

@@ -4,15 +4,15 @@ imitation.
 The result is an ordinary Hugging Face directory, so a run loads the tiny model with the same code
 as a large one.
 
-**The tokenizer** has one token per word, and blanks separate words. The chat template writes every
+**The tokenizer** has one token per word, and spaces separate words. The chat template writes every
 message as `<role> content <end>`, so the tokens of a message do not depend on other messages. The
 proxy needs this. For example, the conversation "guess a number", "3", "higher" has three parts: the
 prompt of the first turn, the sampled tokens `3 <end>`, and the tokens of the new message.
 
-**The model** starts with random weights and learns to imitate a weak player of the task, which
-takes seconds. Reinforcement learning needs this warm-up, because random weights never give an
-answer in the right form, so they earn no reward. But the imitated player makes many random moves,
-so only reinforcement learning makes the model play well.
+**The model** starts with random weights, and learns in seconds to imitate a weak player of the
+task. Reinforcement learning needs this warm-up: with random weights, no answer has the right form,
+so none earns a reward. But the imitated player makes many random moves, so only reinforcement
+learning makes the model play well.
 
 **Reproducibility.** On one machine, the same seed and the same number of threads give the same
 weights. Another machine may give different ones.

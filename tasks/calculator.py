@@ -8,19 +8,19 @@ parameters (tasks/smollm2.py) cannot add such numbers. But it can learn to write
 and to answer "61". For that it must keep to the form, find the numbers and choose the operation.
 
 **The agent** is an ordinary tool loop. `converse` yields each message as it comes, so a chat
-(extras/chat.py) runs the same code. Solved problems stand before every question. Without these
-examples the model never makes a right call, and has nothing to learn from.
+(extras/chat.py) runs the same code. Solved problems precede every question. Without these examples
+the model never makes a right call, and has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone.
-Every grade without the right value is low. If such grades were high, the model would settle on one
-operation before it has tried the others.
+Grades without the right value are low. Otherwise the model would settle on one operation before
+trying the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
     0.10  a complete call    0.6  the right value
     0.15  an operation       0.8  an answer that contains it      1.0  the right answer
 
-**Held out.** The problems of the split "valid" come from four templates, and from numbers, that
-training never sees. So no success in this split was learnt by heart.
+**Held out.** The problems of the split "valid" use four templates and numbers that training never
+sees. So no answer in this split was learnt by heart.
 """
 
 import ast
@@ -114,15 +114,15 @@ COMPOUND_EXAMPLES = [
 
 
 class CalculatorAgent:
-    """Solves a word problem with the calculator: with one call, or with two if `compound`. Without
-    `graded`, only success has a reward."""
+    """Solves a word problem with one call of the calculator, or two if `compound`. Without
+    `graded`, only success is rewarded."""
 
     def __init__(self, compound: bool = False, graded: bool = True) -> None:
         self.examples = COMPOUND_EXAMPLES if compound else EXAMPLES
         self.max_turns, self.graded = 3 if compound else 2, graded
 
     async def converse(self, client: AsyncOpenAI, question: str) -> AsyncIterator[dict]:
-        """Yield every message after the question: calls of the tool, its results, the answer."""
+        """Yield every message after the question: tool calls, results and the answer."""
         messages: list[Any] = [*self.examples, {"role": "user", "content": question}]
         for _ in range(self.max_turns):
             reply = await client.chat.completions.create(
@@ -181,7 +181,7 @@ def success(reward: float) -> bool:
 
 # ---------------------------------------------------------------- the problems
 
-TRAINED = [  # the operations take turns, so each batch has equally many problems of each
+TRAINED = [  # the operations take turns, so none prevails in a batch
     "Ann has {a} coins and Ben has {b} coins. How many coins do they have together? +",
     "Ann had {a} coins and gave away {b}. How many coins does she have left? -",
     "A box holds {a} eggs. How many eggs do {b} boxes hold? *",
@@ -206,8 +206,7 @@ HELD_OUT = [
 def dataset(split: str = "train") -> list[dict]:
     """Return 480 problems for the split "train", and 96 held-out problems for any other split.
 
-    The numbers lie between 11 and 99. Numbers that leave a remainder of 2 when divided by 5
-    are held out.
+    The numbers are 11 to 99. Those with a remainder of 2 when divided by 5 are held out.
     """
     is_train, rng = split == "train", random.Random(split)
     numbers = [n for n in range(11, 100) if (n % 5 != 2) == is_train]
@@ -216,7 +215,7 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
-    # Sort held-out problems by template, so that three of them, far apart, are of three kinds.
+    # Sort held-out problems by template, so that extras/before_after.py prints three kinds.
     each = 1 if is_train else len(HELD_OUT)
     return [problem for k in range(each) for problem in problems[k::each]]
 

@@ -12,17 +12,17 @@ agent with the unmodified OpenAI SDK: if the first answer is wrong, it tells the
 again.
 
 **Evaluation.** The base model and the trained one answer all test problems four times, with the
-same prompt and sampling. The run ends with both shares of right answers, their intervals and pass@4
-(run/evaluate.py). `mode=eval` with the same words evaluates one model alone.
+same prompt and sampling. At its end, the run prints both success rates, their intervals and pass@4
+(run/evaluate.py). The same command with `mode=eval` evaluates one model alone.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). To use other
 problems, set `train_dataset.path` and `valid_dataset.path` to JSONL files whose lines have the keys
-"question" and "answer". As in GSM8K, "answer" is the whole solution, and the number stands after
-the last `####`.
+"question" and "answer". As in GSM8K, "answer" is the whole solution, with the number after the last
+`####`.
 
 **Comparison.** If math-verify is installed, it decides whether two answers are the same number. It
-understands fractions, units and LaTeX. Otherwise the reward compares the numbers that `last_number`
-finds, so 1,000 equals 1000.0, but 1/2 does not equal 0.5.
+understands fractions, units and LaTeX. Without it, the reward compares the numbers that
+`last_number` finds, so 1,000 equals 1000.0, but 1/2 does not equal 0.5.
 """
 
 import re
@@ -66,8 +66,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    The answer is the last number in the last LaTeX box; without a box the last number after `####`;
-    without `####` the last number of the text.
+    The answer is the last number in the last LaTeX box. Without a box it is the last number after
+    `####`, and without that the text's last number.
     """
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
@@ -110,7 +110,7 @@ class MathAgent:
         self, max_turns: int = 2, discount: float = 0.9, timeout_seconds: float = 15.0
     ) -> None:
         self.max_turns, self.discount = max_turns, discount
-        self.timeout_seconds = timeout_seconds  # of a check, which then fails the episode
+        self.timeout_seconds = timeout_seconds  # for a check; a slower one fails the episode
 
     async def run(
         self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
@@ -119,7 +119,7 @@ class MathAgent:
             base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
         )
         messages: list = list(data["messages"])
-        # An answer may take math-verify minutes, in which no other episode would go on.
+        # math-verify can need minutes for an answer, which would block all other episodes.
         check = AsyncRewardWrapper(reward, self.timeout_seconds)
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)

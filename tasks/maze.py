@@ -2,9 +2,9 @@
 through a maze.
 
 The maze never changes. It has 12 x 12 cells with names like chess squares, and two of its corners,
-a1 and l12, are homes. A prompt names the first cell and the home, such as "from b7 to l12". The
+a1 and l12, are homes. A prompt such as "from b7 to l12" names the first cell and the home. The
 answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a
-metric of navigation: the length of the shortest way, divided by the length of the walk. A walk that
+navigation metric: the length of the shortest way, divided by the length of the walk. A walk that
 goes through a wall or does not end at the home earns 0.
 
 **Why this task.** The length of an answer depends on the policy and varies tenfold: a drunk can
@@ -35,7 +35,7 @@ from rich.text import Text
 # when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # probability that a move is not random; most moves of a drunk's walk
+SOBER, CURFEW = 0.4, 64  # probability that a move is not random; limit on a drunk's moves
 Cell = tuple[int, int]  # (column, row); the cell (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -54,7 +54,7 @@ CELLS = {name((x, y)): (x, y) for x in range(SIDE) for y in range(SIDE)}
 
 @cache
 def passages() -> dict[Cell, set[Cell]]:
-    """Return for each cell the neighbours that one can step to. There is exactly one path between
+    """Return each cell's neighbours without a wall in between. There is exactly one path between
     any two cells."""
     rng = random.Random(MAZE_SEED)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
@@ -99,8 +99,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells that an answer visits, or None if a word is no cell, a move goes through a
-    wall, or the first cell is not `start`."""
+    """Return the cells that an answer visits, or None if a word is not a cell, a move goes through
+    a wall, or the first cell is not `start`."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None

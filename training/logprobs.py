@@ -4,15 +4,16 @@ The logits of N tokens are an (N, V) matrix. With N = 16,384 and V = 151,936 it 
 its softmax and its gradient are as large. But training needs only two numbers per token.
 
 Given its hidden state, a token's logits do not depend on other tokens. So the last layer takes one
-chunk of tokens after another, keeps the two numbers and forgets the logits; the backward pass
-computes them again. With hidden state h, last layer W, temperature tau and the sampled token id:
+chunk of tokens after another, keeps the two numbers and forgets the logits. The backward pass
+recomputes the logits. With hidden state h, last layer W, temperature tau and the sampled token id:
 
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096 the two passes take 255 MiB instead of 11,740 (`python bench/loss.py`), but need four
-matrix products instead of three. If W is frozen, two are enough, because the forward pass keeps
-d logp / d h, (N, D). training/layout.py refuses models that scale, cap or shift their logits.
+With N = 4,096, forward and backward pass take 255 MiB instead of 11,740 (`python bench/loss.py`),
+but need four matrix products instead of three. If W is frozen, two are enough, because the forward
+pass keeps d logp / d h, (N, D). training/layout.py refuses models that scale, cap or shift their
+logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,8 +53,8 @@ def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
-    """The gradient (c, V) of sum(g logp + e entropy) with respect to z; `g` and `e` are (c,). It
-    may overwrite log_p, because a chunk of the vocabulary's size is most of the memory."""
+    """The gradient (c, V) of sum(g logp + e entropy) with respect to z; `g` and `e` are (c,). log_p
+    may be overwritten, because (c, V) tensors take most of the memory."""
     # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
     p, g = log_p.exp(), g[:, None]
     if e.any():
@@ -110,8 +111,8 @@ def token_logprobs(
 
 def add_read_hidden(model: Any) -> None:
     """Give a model the method read_hidden(read, **inputs). It runs all layers but the last, and
-    returns what `read` makes of the hidden states (b, t, D) and the last layer's weight (V, D).
-    FSDP gathers the parameters first."""
+    returns `read` of the hidden states (b, t, D) and the last layer's weight (V, D). FSDP gathers
+    the parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

@@ -2,15 +2,15 @@
 
 Computing them by a forward pass adds a third to the work of an update. prox_logp_method=loglinear
 (A-3PO, arXiv 2512.06547) interpolates log pi_prox between two known policies. The trainer is at
-version v, and version v_b sampled the token. After a fraction f of the step's mini-batches pi_theta
-is roughly version v + f:
+version v, and version v_b sampled the token. After a fraction f of the step's mini-batches,
+pi_theta is roughly version v + f:
 
     alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
 Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token (v_b = v) alpha is
 0: the guess is pi_behav = pi_prox. In the first mini-batch a stale token has alpha 1, and the guess
-is pi_theta, which is still pi_prox. All others are approximate. For large lags they are near
+is pi_theta, which is still pi_prox. Other guesses are approximate. For large lags they are near
 pi_theta, so the clip hardly acts (docs/staleness.md). No gradient flows through the guess.
 """
 

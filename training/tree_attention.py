@@ -18,10 +18,10 @@ before it, and the list of added tokens is the tree, depth first. The rows [a b 
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Each block of 256 queries reads only the keys that any of them may see. On a GPU in bfloat16,
-FlexAttention does this in one kernel, 6.7 times as fast (docs/gpu.md), for more than one block.
-Loss and gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different mini-batches
-never share a tree.
+Each block of 256 queries reads only the keys that any of them can see. For more than one block in
+bfloat16 on a GPU, FlexAttention does this in one kernel, 6.7 times as fast (docs/gpu.md). Loss and
+gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different mini-batches never share
+a tree.
 """
 
 from collections.abc import Iterator
@@ -44,10 +44,10 @@ class PackedTree(NamedTuple):
     """A tree of R rows, as one sequence of N tokens, depth first."""
 
     rows: list[int]  # sorted by their tokens
-    states: Tensor  # (R, T) int64, the index in the tree of each token of a row
+    states: Tensor  # (R, T) int64, each token's index in the tree
     # The model's: input_ids and position_ids, which are the depths, (1, N) int64; subtree_end (N,)
-    # int64. For packed rows also bounds (R + 1,) int32, where each row begins and the last one
-    # ends, and the length of the longest row.
+    # int64. Packed rows use bounds (R + 1,) int32, where each row begins and the last one ends, and
+    # longest, the length of the longest row.
     inputs: dict[str, Any]
 
 

@@ -1,8 +1,8 @@
 """Steps that a GPU replays.
 
-A step copies its inputs to the GPU, and waits once, for the tokens that are drawn (sampling.py). In
-between it starts kernels: about a thousand for a decode of a model with 1.5B parameters, most of
-them small. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph is a
+A step copies its inputs to the GPU, and waits only once, for the drawn tokens (sampling.py). In
+between it starts kernels, most of them small: about a thousand for a decode of a model with 1.5B
+parameters. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph is a
 list of kernels that is captured once and starts as one. It repeats the same kernels at the same
 addresses:
 
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# cuDNN's attention prepares a plan for every new shape, and nearly every prefill has one.
+# cuDNN's attention prepares a plan for every new shape, which nearly every prefill has.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Graphs:
     """The graphs of one model. They are captured when they are first needed."""
 
-    most = 64  # then the one that was not used for longest goes
+    most = 64  # then the least recently used one goes
 
     def __init__(self) -> None:
         self.captured: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}  # the last used at the end
-        self.pool: Any = torch.cuda.graph_pool_handle()  # of all graphs, as one runs at a time
+        self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Return function(inputs), with `inputs` on the CPU. `key` stands for its shapes. The next
+        """Return function(inputs), with `inputs` on the CPU. `key` identifies all shapes. The next
         call may overwrite the result."""
         if key in self.captured:
             graph, fixed, out = self.captured.pop(key)

@@ -13,16 +13,16 @@ microsecond, whatever its size. So q, k and v come from one product, gate and up
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
 
-*The cache* has slots of one length (`fit`), and no blocks as SGLang's: the keys of a step are a
-view of it, and a prefix that two sequences share is one copy (.24 ms for 145 tokens of SmolLM2).
+*The cache* has slots of one length (`fit`), not blocks as in SGLang. So the keys of a step are a
+view of it. A prefix that two sequences share is copied once (.24 ms for 145 tokens of SmolLM2).
 
 *Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
 the shapes of the matrices, and two kernels may add in different orders. So weights are stored
 column by column (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in
-multiples of 8 tokens, and the number of keys is chosen (`key_length`).
+multiples of 8 tokens, and the number of keys is rounded up (`key_length`).
 
-*bfloat16* halves the bytes of weights and keys. Sums stay in float32: x, norm, rotation, softmax.
-Keys that all rows share are read once (`attend_apart`). On a GPU, decodes are CUDA graphs.
+*bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
+CPU, keys that all rows share are read once (`attend_apart`). On a GPU, decodes are CUDA graphs.
 """
 
 import json
@@ -48,7 +48,7 @@ SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, t
     "rope_type": ("default",),
     "type": ("default",),  # the old name of rope_type
 }
-LAYER = {  # matrix of a layer in `step`: the weights of the folder that it joins
+LAYER = {  # matrix of a layer: the weights of the folder that it joins
     "norm_1": ["input_layernorm.weight"],  # (D,)
     "w_qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
     "b_qkv": ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"],
@@ -61,8 +61,8 @@ LAYER = {  # matrix of a layer in `step`: the weights of the folder that it join
 }
 
 FEWEST, MOST = 8, 128  # rows of a product in float32
-PREFILL = 512  # rows of a prefill otherwise: a large product of bfloat16 numbers is as fast again
-WORTH = 64  # fewer shared keys are not worth attending to them apart
+PREFILL = 512  # rows of a prefill otherwise: large products of bfloat16 numbers are twice as fast
+WORTH = 64  # fewer shared keys are not worth a separate attention
 
 
 def read_weights(folder: str) -> dict[str, Tensor]:
@@ -113,7 +113,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> 
         folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, share, 1))
         return out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
-    # In decode the heads that share a key head make one product. The copies only fill rows.
+    # In decode the heads that share a key head make one product. Copies fill it to at least FEWEST
+    # rows.
     q = q.view(len(q), k.shape[1], -1, q.shape[-1])
     fills = q.is_cpu and q.dtype == torch.float32
     copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1) if fills else q
@@ -203,7 +204,7 @@ class Model:
         n_layers: int = config["num_hidden_layers"]
         self.most_slots, self.positions = slots, round_up(tokens, 512)
         shape = n_layers, 2, self.positions + 1, self.groups, self.d
-        # A page of the CPU's memory is taken once it is written.
+        # A page of CPU memory is allocated only when written.
         self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.kv = self.cache[:, :, None, :0]  # (layers, keys and values, slots, length, groups, d)
         self.resize(1)
@@ -232,7 +233,7 @@ class Model:
         dtype = self.dtype if files[full[0]].ndim == 2 else torch.float32
         parts = [files[name].to(self.device, dtype) for name in full]
         if dtype != torch.float32:
-            fused = torch.cat(parts).t()  # row by row, as oneDNN's bfloat16 likes it
+            fused = torch.cat(parts).t()  # row by row, which suits oneDNN's bfloat16
         else:
             fused = torch.cat([part.t() for part in parts], dim=-1)
         views = fused.t().split([len(part) for part in parts])
@@ -243,7 +244,7 @@ class Model:
     def step(
         self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, n_shared: int = 0
     ) -> Tensor:
-        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens; all
+        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens. All
         rows share the first n_shared tokens. Return the logits (rows, vocab) of each row's next
         token."""
         reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
@@ -254,7 +255,7 @@ class Model:
                 n_shared = 0
             x = self._layers(inputs, first_slot, key_length(reach), n_shared)
         else:
-            # A row for each slot from 0 on, some of them empty: few different shapes, few graphs.
+            # Rows begin at slot 0, and some are empty, so few different shapes and graphs occur.
             slots, length = self.kv.shape[2:4]
             end = first_slot + len(feeds)
             rows = min(round_up_a_little(end, FEWEST), slots)
@@ -269,7 +270,7 @@ class Model:
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
         """Return (4, rows, columns) for a step's tokens: ids, positions, places in the cache, and
         the index of each row's last token."""
-        # Pad at the end; a prefill has a multiple of 8 columns. All are (rows, columns).
+        # Pad at the end; a prefill has a multiple of 8 columns.
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)
         columns = round_up(longest, FEWEST) if longest > 1 else 1
@@ -350,7 +351,7 @@ class Model:
 
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model; a trainer that freezes layers sends only the others.
-        Raises RuntimeError if one has another size; then no weight has changed."""
+        Raises RuntimeError, and changes nothing, if one has another size."""
         new = {n: named[n].view_as(own) for n, own in self.weights.items() if n in named}
         for name, weight in new.items():
             self.weights[name].copy_(weight)

@@ -1,11 +1,11 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
-Every draw uses one random number, a hash of (seed of the request, position of the token). So no
+Every draw uses one random number, a hash of the request's seed and the token's position. So no
 neighbour in the batch changes it. A request that is aborted and sent again with its partial output
 goes on with the same numbers.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
-trainer applies none of the three. At T = 0 the formula has T = 1.
+trainer applies none of the three. At T = 0 the formula uses T = 1.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ class SamplingParams(Sampling, strict=True):
 class Sequence:
     """The prompt of one POST /generate, and its output so far."""
 
-    rid: str  # the request's id, for /abort_request: "SESSION/...", see `session`
+    rid: str  # the request's id "SESSION/...", for /abort_request
     prompt: list[int]
     params: SamplingParams
 
-    session: str = field(init=False)  # whose requests take turns (inference/tiny/scheduler.py)
+    session: str = field(init=False)  # sessions take turns (inference/tiny/scheduler.py)
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
     spans: list[dict[str, Any]] = field(default_factory=list)  # SGLang's weight_versions
@@ -88,8 +88,8 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Return the next token of each sequence, and its logprob. `logits` (n, vocab). On a GPU, only
-    `tolist` waits for it."""
+    """Return the next token of each sequence and its logprob, from `logits` (n, vocab). Only
+    `tolist` waits for a GPU."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
     draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]

@@ -1,28 +1,28 @@
-"""Decide which sequences the next step computes, and which of them have a slot of the cache.
+"""Decide which sequences have a slot of the cache, and which of them the next step computes.
 
 Each request becomes a sequence. It waits in the queue of its session, runs in a *slot* (one row of
 the cache of keys and values) and ends exactly once, with reason stop, length or abort. A step feeds
 tokens to running sequences; each sequence with no more to feed gets a new token. Here A and B begin
 with the same 40 tokens, and C is a long prompt of another session:
 
-    A, B, C arrive    slots A C       B waits: A is about to compute 40 of its tokens
+    A, B, C arrive    slots A C       B waits: A is about to compute 40 of B's tokens
     prefill           A computes its prompt
     prefill           slots A C B     A's 40 keys are copied to B's slot; the rest of B's prompt
-    prefill, decode   128 tokens of C's prompt; a token to each; and so on in turn
+    prefill, decode   128 tokens of C's prompt, then a token to each, and so on
     A ends            slots B C (A)   B moved; slot 2 keeps the keys of A for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
 cache. A cache of 16,384 tokens has 85 slots of 192 or 32 of 512. When a sequence outgrows its slot,
-all slots become longer and fewer; a sequence for which none is left goes back to its queue, and its
-keys are computed again later. So slots grow only when needed.
+all slots become longer and fewer. A sequence left without one goes back to its queue, and its keys
+are computed again later. So slots grow only when needed.
 
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
-are taken, and another session runs at least two more, that one gives up a sequence. So a session
-with many long sequences does not shut out the others. A sequence that needs more room than is left
-waits, and so do those behind it in its session; other sessions overtake it.
+are taken, a session that runs at least two more than a waiting one gives one up. So a session with
+many long sequences does not shut out the others. If a sequence needs more room than is left, it
+waits, and so do those behind it in its session. Other sessions overtake it.
 
-Every token carries the version of the weights that computed it. Before the server loads new
-weights it calls `retract`, which drops all keys and sends all sequences back to their queues.
+Every token carries the version of the weights that computed it. When the server loads new weights,
+it calls `retract`, which drops all keys and sends all sequences back to their queues.
 """
 
 from collections import Counter, defaultdict, deque
@@ -34,12 +34,12 @@ from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
 PREFILL_TOKENS = 512  # most tokens of the prompts that start together
-PIECE_PAIRS = 2**18  # of a token and a key: a piece of 128 tokens after 2,048, of 16 after 16,384
+PIECE_PAIRS = 2**18  # token-key pairs in a piece: 128 tokens after 2,048, or 16 after 16,384
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """Return how many first tokens are equal."""
+    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
 
@@ -47,12 +47,12 @@ def common(a: list[int], b: list[int]) -> int:
 class Scheduler:
     """The queues, the slots and the version of the weights."""
 
-    worth = 16  # fewer shared tokens are computed again, which is quicker than to wait and copy
+    worth = 16  # fewer shared tokens are computed again, which is quicker than waiting and copying
 
     def __init__(self, model: Any, version: str, decode: Callable[[list[int]], str]) -> None:
         self.model = model
         self.version = version
-        self.decode = decode  # tokens to text, in which stop strings are searched
+        self.decode = decode  # tokens to text, to be searched for stop strings
         self.paused = False
         # by session, the one served last at the end
         self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
@@ -110,7 +110,7 @@ class Scheduler:
         shared = 0
         if self.model.shares:
             known = [one.tokens[: one.cached] for one in batch]
-            shared = common(min(known), max(known))  # the others lie between in order
+            shared = common(min(known), max(known))  # the others sort between them
         logits = self.model.step(feeds, [one.cached for one in batch], first, shared)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
@@ -124,14 +124,13 @@ class Scheduler:
         return True
 
     def _choose(self) -> tuple[int, int, int]:
-        """Return the first slot of the step, the slot after its last, and how many tokens it feeds
-        to each at most. After a piece of a long prompt comes a decode, so that the prompt does not
-        stop the others."""
+        """Return the step's first slot, the slot after its last, and the most tokens it feeds each.
+        A decode follows each piece of a long prompt, so the prompt does not stop the others."""
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.was_piece or max(left) == 1):
             self.was_piece = False
-            return ready[0], ready[-1] + 1, 1  # decode; those between get a token, too
+            return ready[0], ready[-1] + 1, 1  # decode; those between are fed a token, too
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
@@ -201,7 +200,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Send sequences back for the waiting session that runs the fewest, if other sessions run
         at least two more."""
-        if self.n == len(self.slots):  # shorter slots, but twice as long as what they hold
+        if self.n == len(self.slots):  # shorten the slots to twice the longest sequence
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
         runs = self._runs()
@@ -234,7 +233,7 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _send_back(self) -> None:
-        """Send a sequence back to the head of its queue: the cheapest to compute again of the
+        """Send a sequence back to the head of its queue. It is the cheapest to compute again in the
         session that runs the most. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))

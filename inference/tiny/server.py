@@ -6,17 +6,18 @@ Everything happens in one thread: the routes and the steps take turns in the asy
 reads or changes the scheduler only between two steps. So nothing needs a lock, and a small model's
 steps do not compete with the routes for Python's global lock. But /health and /abort_request wait
 for the running step: at most 512 tokens of prompts, or one token per sequence. Only reading new
-weights has a thread of its own.
+weights runs in a thread.
 
-A route ignores the fields of a body that it does not know, as SGLang does. But it refuses an
-unknown sampling parameter: to ignore one would change the tokens' distribution. It also refuses a
-request that the server could not complete.
+A route ignores unknown fields of a body, as SGLang does. But it refuses an unknown sampling
+parameter, because ignoring one would change the tokens' distribution. It also refuses a request
+that the server could not complete.
 
-A request's tokens and logprobs depend only on its prompt, its sampling_params and the weights (on a
-GPU, rounding also on its neighbours). New weights are loaded between two steps, and running
-requests go on with them. A client that hangs up does not end its request; /abort_request does. Not
-supported: streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA,
-mixtures of experts, the pause mode in_place, and weights by a process group.
+A request's tokens and logprobs depend only on its prompt, its sampling_params and the weights. In
+bfloat16 or on a GPU, its neighbours also change the rounding. New weights are loaded between two
+steps, and running requests go on with them. A client that hangs up does not end its request;
+/abort_request does. Not supported: streams, texts, several prompts in one request, logprobs of
+prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a process
+group.
 """
 
 import argparse
@@ -101,7 +102,7 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
             "weight_version": scheduler.version,
             "weight_versions": one.spans,
         }
-        return reply({"output_ids": one.output, "meta_info": meta})  # a stop token stays in them
+        return reply({"output_ids": one.output, "meta_info": meta})  # including a stop token
 
     @app.post("/abort_request")
     async def abort(rid: str = Body(embed=True)) -> None:
