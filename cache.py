@@ -148,8 +148,8 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Make an interaction with its final reward and row. Its `parent` and `reads` are only ids in
-    `exported`, so the caller sets them (calls/client.py)."""
+    """Rebuild an interaction, with its final reward and its row. Its `parent` and `reads` are only
+    ids in `exported`, so the caller sets them (calls/client.py)."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)

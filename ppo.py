@@ -1,4 +1,4 @@
-"""The objective of decoupled PPO, and the advantages in it.
+"""The objective of decoupled PPO, and its advantages.
 
     J = mean over trained tokens of   w min(u A, clip(u, 1 - eps, 1 + eps_higher) A)
 
@@ -7,9 +7,9 @@
 
 Standard PPO has one old policy instead of two: it clips around the policy that sampled. With stale
 data that policy is several versions old, so the clip would keep the new policy near an old one.
-Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead. The weight w
-corrects for the policy that sampled, and has no gradient. Where data is fresh, pi_prox is pi_behav,
-w is 1, and J is the objective of standard PPO.
+Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead. The weight w,
+which has no gradient, corrects for sampling from pi_behav. Where data is fresh, pi_prox is
+pi_behav, w is 1, and J is the objective of standard PPO.
 
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.

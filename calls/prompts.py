@@ -200,8 +200,9 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
-    """Raise Refusal unless the template has written every text. A text may be written as JSON, and
-    without its reasoning. Calls are not checked, because a small model's template writes none."""
+    """Raise Refusal unless the rendered prompt contains every text. A text may be written as JSON,
+    and without its reasoning. Calls are not checked, because a small model's template writes
+    none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages

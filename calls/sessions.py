@@ -10,8 +10,8 @@ Sessions never expire, because the proxy ends with its trainer. The size of a se
 because the proxy keeps its calls in memory, and exports them in one reply.
 
 **Links.** A call reads the answer that it continues (cache.py). But a summary may replace a long
-history, and a sub-agent may write a report for another agent. So a call also reads an answer that
-its new messages copy whole, and the calls that its header names (`Session._link`).
+history, and a sub-agent may write a report for another agent. So a call also reads the answers that
+its new messages contain whole, and the calls that its header names (`Session._link`).
 
 **Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
 agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent

@@ -12,7 +12,7 @@ made from the run's files, so even a crashed run can have one:
     doctor.jsonl    the doctor's findings
 
 This module turns the files into one JSON object, which the script in report.html draws. To stay
-small, a page shows at most MAX_TOKENS tokens of MAX_STEPS steps, so some rows of a group may be
+small, a page shows MAX_STEPS steps and MAX_TOKENS tokens in all, so some rows of a group may be
 missing. All rewards are shown.
 """
 

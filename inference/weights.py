@@ -186,7 +186,8 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a process group other than torch's default one. Rank 0 listens at address and port.
 
-    The store's keys get the same three prefixes as in SGLang, so that trainer and servers meet.
+    The store's keys get the same three prefixes as in SGLang, so that trainer and servers find each
+    other.
     """
     import torch.distributed as dist
 

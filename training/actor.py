@@ -307,8 +307,8 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """Make one optimizer step on a mini-batch with `count` trained tokens on all ranks.
-        `pieces` are this rank's; `fraction` of the training step is already done."""
+        """Make one optimizer step on a mini-batch, whose `count` of trained tokens is that of all
+        ranks. `pieces` are this rank's; `fraction` of the training step is already done."""
         o, found = self.config.optimizer, []
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, but we want the sum.
         self.optimizer.zero_grad()

@@ -161,7 +161,7 @@ def round_up_a_little(n: int, multiple: int) -> int:
 
 
 def key_length(longest: int) -> int:
-    """Return how many keys every row of a step attends to; at least `longest` are needed.
+    """Return `longest` rounded up: how many keys each row of a step attends to.
 
     The attention kernel works in blocks of 512 keys. With 256 to 448 keys in the last block, the
     kernel added in another order (measured on two CPUs), which changes bits. So we avoid such

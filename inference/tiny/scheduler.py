@@ -134,8 +134,8 @@ class Scheduler:
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
-        """Begin with the shortest prompt, and add the next slots' prompts while they fit. A long
-        prompt comes alone, and in pieces."""
+        """Begin with the shortest prompt, and add those in the slots after it while they fit. A
+        long prompt comes alone, and in pieces."""
         first = left.index(min(n for n in left if n > 1))
         piece = PIECE_PAIRS // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
