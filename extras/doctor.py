@@ -47,7 +47,7 @@ BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
 # After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
-CANARY_TOKENS = 16  # at most, in prompt and answer each
+CANARY_TOKENS = 32  # at most, in prompt and answer each
 CANARY_MOVE = 1e-4  # an update that moves the trainer's score further must change the answers
 LIBRARY = sysconfig.get_path("stdlib")
 

@@ -358,14 +358,14 @@ def test_the_trainer_does_not_wait_for_the_canary() -> None:
 
     engine = servers_that(answer_all)
     canary = Canary(SimpleNamespace(compute_logp=compute_logp), engine)
-    canary.choose({k: x.repeat(1, 9) if x.dim() > 1 else x for k, x in BATCH.items()})
-    assert (len(canary.prompt), canary.finish()) == (16, {})
+    canary.choose({k: x.repeat(1, 20) if x.dim() > 1 else x for k, x in BATCH.items()})
+    assert (len(canary.prompt), canary.finish()) == (32, {})
     answers.clear()
     canary.start()
     assert canary.asked is not None
     assert not canary.asked.done()
     assert seen[0]["input_ids"].tolist() == [[*canary.prompt, 7, 8], [*canary.prompt, 9, 0]]
-    assert seen[0]["loss_mask"].sum() == 18 + 17
+    assert seen[0]["loss_mask"].sum() == 34 + 33
     answers.set()
     assert canary.finish() == {"canary_mismatch": 0.5, "canary_unchanged": 0}
 
