@@ -11,13 +11,13 @@ messages and its output. A new call looks up the digest of every prefix of its m
 prefix found is its parent's conversation: A is the parent of B and C. Messages are compared in
 `canonical` form (calls/messages.py), because clients rewrite JSON.
 
-**Rewards** are computed from the last call to the first:
+**Rewards** r(i) become final rewards R(i), from the last call to the first:
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 if none)
 
-A call reads the answer that it continues, so B and C read A. Three successive calls with rewards 0,
-0, 1 and gamma = 0.5 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read, and
-which calls get no reward.
+A call reads the answer that it continues, so B and C read A. With gamma = 0.5, three successive
+calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read,
+and which calls get no reward.
 
 **Rows.** Style "individual" makes a row for each turn, and style "concat" a row for each leaf:
 
@@ -89,7 +89,7 @@ class InteractionWithTokenLogpReward:
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    # set by a session: the first message's digest, and those that begin no side conversation
+    # set by a session: the first message's digest, and the digests that begin no side conversation
     opening: int = 0
     agents: set[int] = field(default_factory=set)
     # set by an export:
@@ -221,7 +221,7 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return a finished call; None means the latest that is not a side conversation. Raises
+        """Return a finished call: without an id, the latest that is not a side conversation. Raises
         Refusal if no call fits."""
         latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
@@ -274,8 +274,8 @@ def is_left_out(call: Interaction) -> bool:
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return a copy of each leaf. Its `row_turns` are pairs (turn, whether this row trains it). If
-    rows share a turn, the first row trains it. Its `parent` is the row that trains the parent of
-    its first trained turn."""
+    rows share a turn, the first row trains it. A copy's `parent` is the row that trains the parent
+    of its first trained turn."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

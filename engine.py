@@ -26,9 +26,9 @@ pause mode becomes `abort`, so that each segment has one version.
 **Hooks** run before and after every segment. Replay uses them to record and repeat a run
 (extras/replay.py).
 
-**Limits**: in mode `abort`, a stop string that begins in one segment and ends in the next is not
-found, and a penalty counts only the tokens of the current segment. If a server fails, the engine
-asks the next one, up to `request_retries` times.
+**Limits**: in mode `abort`, a stop string that spans two segments is not found, and a penalty
+counts only the current segment's tokens. If a server fails, the engine asks the next one, up to
+`request_retries` times.
 """
 
 import asyncio
@@ -61,15 +61,15 @@ class Hooks:
     """Methods that the engine calls around every segment."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have after the segment. An override
+        """Return how many output tokens the completion may have when the segment ends. An override
         may wait, or raise EngineError to refuse the segment."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Receive the completion so far, and the error if there was one. An override that sets
-        response.stop_reason to "abort" gets another segment."""
+        """Receive the completion so far, and the error if there was one. Setting
+        response.stop_reason to "abort" asks for another segment."""
 
 
 @dataclass(eq=False)
@@ -136,8 +136,7 @@ class RemoteInfEngine:
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Ask the group's preferred server for the next segment. If that fails, ask the next
-        server."""
+        """Ask the group's preferred server for the next segment."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:

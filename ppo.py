@@ -63,8 +63,8 @@ def ppo_actor_loss_fn(
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Values outside `loss_mask` are ignored, even NaN.
-    `denominator` is the number of trained tokens in the mini-batch, so that its pieces' losses add
-    up to its own. This loss does not use `sequence_ids`, the row of each token; others do.
+    `denominator` counts the trained tokens of the mini-batch, so that the losses of its pieces add
+    up to its loss. This loss does not use `sequence_ids`, the row of each token; others do.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)

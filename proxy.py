@@ -155,7 +155,7 @@ class Proxy:
         turn.form.input_len = len(prompt)
         request = self.request(turn.session, ask, prompt)
         response = await self.engine.agenerate(request)
-        # Other parsers' call marks may be special tokens, so keep special tokens.
+        # Another parser's call marks may be special tokens, so keep these.
         tokens, special = response.output_tokens, self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
         ended = response.stop_reason == "stop"

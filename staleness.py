@@ -9,7 +9,7 @@ is the lag of its oldest trained token, whose version is the group's `head_versi
 group holds a place, and so does every group accepted since the run began:
 
     enqueued -> running -> accepted   (holds its place for ever; each version adds B places)
-                        -> rejected   (gives it back; a failed group is also rejected)
+                        -> rejected   (gives it back; failed groups count as rejected)
 
 A dropped or withdrawn group also gives its place back. The gate never deadlocks. Suppose the
 trainer waits at version v and no group runs. Then v B consumed groups and at most B - 1 others hold
@@ -88,8 +88,8 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. A head_version of None means no trained
-        token.
+        """Return whether a group may be consumed now. A None in head_version means that no token is
+        trained.
 
         Raises StalenessError for a version that the trainer has not made.
         """

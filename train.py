@@ -9,11 +9,11 @@
 `start_rollout` makes the parts in the order in which data flows. `train_step` shows the batch and
 its shapes, the three policies, the update and the push of the weights. `run` (run/start.py) holds
 the configuration, inputs and processes, and the parts made here: engine, executor, actor and ref.
-`run.call(event, ...)` calls the method `event` of every callback. A script calls
+`run.call(event, ...)` calls the method `event` of every callback. Your own script can call
 `PPOTrainer(config).train(workflow=MyAgent)`.
 
-The servers generate while the trainer trains. Here eta = 1 (max_head_offpolicyness), so a trained
-token is at most one version old, and B = 2 prompt groups make a batch:
+The servers generate while the trainer trains. Here B = 2 prompt groups make a batch, and eta = 1
+(max_head_offpolicyness), so a trained token is at most one version old:
 
     trainer   wait | step 1: groups 1 2 | push v1 | step 2: groups 3 4 | push v2 | step 3: 5 6 ...
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
@@ -193,7 +193,7 @@ class PPOTrainer:
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")
 
-        # 2. Compute log pi_prox (rows, T) of the policy before this step. The loss clips
+        # 2. Compute log pi_prox (rows, T): pi_prox is the policy before this step. The loss clips
         #    pi_theta / pi_prox, and weights each token by pi_prox / pi_behav.
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
@@ -220,7 +220,7 @@ class PPOTrainer:
         if is_last or is_due(step, config.saver.interval):
             actor.save(run.run_dir / "checkpoints" / f"step{step:05d}")
 
-        # 8. Write the step's metrics, and the checkpoint from which a killed run goes on.
+        # 8. Write the step's metrics, and the checkpoint from which a killed run resumes.
         metrics |= clock.seconds | {"step_s": time.monotonic() - clock.begin}
         if run.rank == 0:
             self.log.write(batch, metrics)

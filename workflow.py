@@ -214,8 +214,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return concat_padded_tensors(episodes)
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> Any:
-        """Return a member's result or its exception. It is not raised here, because SystemExit
-        in a task ends the event loop."""
+        """Return a member's result or its exception. A SystemExit raised in a task would end the
+        event loop."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))

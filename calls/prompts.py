@@ -14,12 +14,12 @@ SENTINEL. So an answer stays as it was sampled, even if the template would strip
 the whole conversation is one sequence to train on.
 
 This is right only if the tail depends on nothing but the new messages. So `PromptBuilder` first
-renders two whole conversations. One has a tool's result, because some templates write results into
-the call. If a conversation does not end with its tail, prompts of its kind are rendered whole. So
-are turns whose tools differ from their parent's. With style concat, such a turn begins a new row.
+tests two whole conversations, one with a tool's result, because some templates write results into
+the call. If one does not end with its tail, prompts of its kind are rendered whole. So are turns
+whose tools differ from their parent's. With style concat, such a turn begins a new row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
-texts, such as one system message for two. If a text is still missing, the call is refused.
+texts, such as one system message instead of two. If a text is still missing, the call is refused.
 
 With the text of a control token, a tool's result could forge a turn. So control tokens count only
 where the template or an assistant wrote them. BREAK splits up the others.
@@ -89,8 +89,8 @@ class PromptBuilder:
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
-        """The prompt that continues `turn` with the messages `new`: the turn's prompt and output,
-        and the tail without end marks that the output already has. Raises Refusal."""
+        """The prompt that continues `turn` with the messages `new`: the turn's prompt, its output,
+        and the tail, minus end marks that the output already has. Raises Refusal."""
         said, tail = turn.output_tokens, self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)

@@ -12,9 +12,9 @@ All ids of a reply share a suffix: chatcmpl-<x> has the calls call_<x>_0 and so 
 the items msg_<x> (text) and fc_<x>_0. Only chat completions show the model's reasoning; by default
 the vendors hide it in the other two protocols.
 
-Clients are strict: role, index, usage and created_at must be present. Fields must be absent, not
-null, except `content` beside tool calls. Anthropic's events need an `event:` line. We always report
-empty annotations and 0 cached tokens.
+Clients are strict: role, index, usage and created_at must be present. No field may be null, except
+`content` beside tool calls. Anthropic's events need an `event:` line. We always report empty
+annotations and 0 cached tokens.
 """
 
 import json
@@ -39,7 +39,7 @@ def error_body(status: int, message: str, code: str = "") -> Json:
 
 
 def split(message: Message) -> tuple[list[str], list[Json]]:
-    """Return an answer's texts and calls. An empty text counts only without calls."""
+    """Return an answer's texts and calls. Beside calls, an empty text is left out."""
     text, calls = message["content"], message.get("tool_calls", [])
     return [text] if text or not calls else [], calls
 

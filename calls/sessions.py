@@ -13,9 +13,10 @@ because the proxy keeps its calls in memory, and exports them in one reply.
 history, and a sub-agent may write a report for another agent. So a call also reads the answers that
 its new messages contain whole, and the calls that its header names (`Session._link`).
 
-**Side conversations** are calls that a client makes for itself, such as one for a title. Unless the
-agent rewards them by id, they get no reward and are not trained. Such a call has no tools, parent
-or child. Its first message matches SIDE, and other calls of the session begin differently.
+**Side conversations** are calls that a client makes for itself, for example to title the chat.
+Unless the agent rewards them by id, they get no reward and are not trained. Such a call has no
+tools, parent or child. Its first message matches SIDE, and all calls that begin with it are like
+that. If all calls of a session are, none is a side conversation.
 """
 
 import itertools
@@ -180,7 +181,7 @@ def stands(said: str, text: str) -> bool:
 
 
 def squeeze(text: str) -> str:
-    """Collapse blanks, drop empty lines and undo JSON, since agents wrap answers or quote them."""
+    """Collapse blanks, drop empty lines and undo JSON escapes: agents wrap or quote answers."""
     lines = text.replace("\\n", "\n").replace('\\"', '"').splitlines()
     return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
 

@@ -52,8 +52,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool = False) -> tuple[str, str]:
-    """Return the reasoning, and the text after it. If an answer that has `ended` never closes its
-    reasoning, all of it is text: the prompt began the reasoning, and the model skipped it."""
+    """Return the reasoning, and the text after it. If an answer has `ended` without closing its
+    reasoning, all of it is text, because the model skipped the reasoning that the prompt began."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text

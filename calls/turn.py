@@ -10,9 +10,9 @@ agent that has read a reply can continue or reward it at once.
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
 SDKs mark a retry with a header (x-stainless-retry-count). Without it, equal bodies are separate
-calls. A retry joins the newest call with its body. If that call still runs, both requests get its
-reply. If the call has finished, its reply was lost and is sent again. If the call failed, nobody
-has read any of its answer, so the retry becomes a new call.
+calls. A retry joins the newest call with the same body. If that call still runs, both requests get
+its reply. If the call has finished, its reply was lost and is sent again. If the call failed,
+nobody has read any of its answer, so the retry becomes a new call.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. Nothing is sent before the first event, so a call that
@@ -103,7 +103,7 @@ class Turn:
                 await asyncio.wait({self.task})  # until the server has been told to stop
 
     async def _wait(self, hangup: asyncio.Future, seconds: float | None = None) -> bool:
-        """Wait until the turn is done or the client hangs up; False after `seconds`."""
+        """Wait until the turn is done or the client hangs up. Return False after `seconds`."""
         both = {self.task, hangup}
         done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)

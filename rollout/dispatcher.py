@@ -7,8 +7,8 @@ every order of events. `BatchTaskDispatcher` carries the decisions out in one ev
 hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
 trainer's thread hands in work and waits.
 
-Instead of AReaL's two polling threads, `_produce` starts tasks when the gate may have opened, and
-`_run` records how a task ended.
+AReaL polls in two threads. Here `_produce` starts tasks when the gate may have opened, and `_run`
+records how a task ended.
 
 The key rollout.stale says which groups form a batch. `wait` takes the B unconsumed groups that
 started first, so one slow group delays its batch. `mask` and `drop` take the groups that finished

@@ -15,9 +15,9 @@ keeps the arguments of the `prepare_batch` call that drew it.
 
 **A restart** draws the samples again from the first, and skips the closed positions, whose samples
 were consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint
-holds {"closed": [0, 1, 2, 3]}; then 4 to 7 run again, followed by 8.
+holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again, and then 8.
 
-If a run used two dataloaders or called `submit`, which also takes ids, the positions are wrong
+If a run used two dataloaders or called `submit`, which also uses up ids, the positions are wrong
 after a restart. If other groups fill the gate, rollout_batch waits for ever.
 """
 

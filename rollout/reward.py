@@ -33,7 +33,7 @@ class AsyncRewardWrapper:
     completion_ids, **data)`.
 
     A coroutine function's exception is raised as it is, and a plain function's as RuntimeError. The
-    time limit raises TimeoutError. A process must be able to import a plain function.
+    time limit raises TimeoutError. A plain function must be importable in another process.
     """
 
     reward_fn: Callable[..., Any]
