@@ -432,10 +432,10 @@ def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None
     """The call that keeps the event loop from answering, as "name (file:line)", or None.
 
     On a starved machine every call is slow, and the code that happens to run is innocent. So we
-    must see the same call at every look for `seconds`. We measure them in looks, because a starved
-    process also looks less often. Meanwhile the thread must have slept (computed for less than a
-    tenth of the time) or computed for half of `seconds`. A thread between the two is waiting for a
-    core.
+    must see the same call at every look for `seconds`. We count looks instead of seconds, because a
+    starved process also looks less often. Meanwhile the thread must have slept (computed for less
+    than a tenth of the time) or computed for half of `seconds`. A thread between the two is waiting
+    for a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)

@@ -2,8 +2,8 @@
 
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
-A plan starts nothing. It needs no data, no weights and no GPUs, only the config.json of the model.
-run/launch.py chooses the servers and their GPUs, as in a run; this file estimates memory and disk.
+A plan needs no data, no weights and no GPUs, only the model's config.json. run/launch.py chooses
+the servers and their GPUs, as in a run; this file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
 each in float32. A frozen parameter takes 4, and a reference model adds 4. A step has three phases.
@@ -113,8 +113,8 @@ def step_bytes(
     """The bytes that a step needs beyond what a rank keeps.
 
     V is the vocabulary, H the hidden size. A layer has P parameters. Embedding and last layer have
-    R: V H if they are tied, else 2 V H. If layers are frozen, the embedding has no gradient, and
-    neither has a last layer that is tied to it.
+    R: V H if they are tied, else 2 V H. If layers are frozen, neither the embedding nor a last
+    layer tied to it has a gradient.
     """
     b, tokens, frozen = number_bytes(actor), actor.mb_tokens, actor.frozen_layers
     layers = shape.num_hidden_layers - frozen  # that learn
@@ -370,7 +370,7 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
 def main(argv: list[str]) -> int:
     """Print the plan. Return 2 if the run cannot work."""
     parser = argparse.ArgumentParser(prog="python -m extras.plan", allow_abbrev=False)
-    parser.add_argument("--gpus", type=int, metavar="N", help="plan for so many GPUs")
+    parser.add_argument("--gpus", type=int, metavar="N", help="plan for this many GPUs")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="the memory of each")
     options, words = parser.parse_known_args(argv)
     try:

@@ -332,7 +332,7 @@ class Replay:
             self.own.read()
 
     def lacks_tokens(self, task: int, version: int) -> bool:
-        """Whether a token recorded up to `version` is not generated yet. Raises Differs."""
+        """Whether a token recorded up to `version` is still missing. Raises Differs."""
         recorded, own = self.recorded.calls[task], self.own.calls.get(task, {})
         lacking = False
         for name in recorded | own:

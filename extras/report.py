@@ -194,8 +194,8 @@ def read_step(
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append a row's turns to `turns`, each with the entries of `names`. Return their positions.
 
-    A row may continue another row, whose turns are at `above`. Turns that both share are not
-    appended again. A turn holds what follows its parent turn: new messages, then sampled tokens.
+    A row may continue another row, whose turns are at `above`. Shared turns are not appended again.
+    A turn holds what follows its parent turn: new messages, then sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
