@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # of orjson's 254 levels of nesting, those reserved for what will enclose a value
+ROOM = 50  # levels of nesting, of orjson's 254, kept free for what will enclose a value
 
 
 class Refusal(ValueError):
@@ -78,5 +78,5 @@ def import_name(path: str) -> Any:
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:
-    """Make an object from {class path: its arguments}, or None from {}."""
+    """Make an object from {class path: its arguments}. Return None for {}."""
     return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

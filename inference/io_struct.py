@@ -15,7 +15,7 @@ reports only `weight_version`, the version at the end of the answer. If the fini
 status code, the request failed. Otherwise `abort` means that a pause interrupted it.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
-penalty or a grammar the server samples from another distribution, so training leaves these tokens
+penalty or a grammar, the server samples from another distribution, so training leaves such tokens
 out (`trains_exactly`).
 """
 
@@ -59,7 +59,7 @@ class Sampling(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     """sample from the likeliest tokens, up to this total probability"""
     top_k: int = Field(-1, ge=-1, lt=2**31)
-    """sample from only this many likeliest tokens; -1: all"""
+    """number of likeliest tokens to sample from; -1: all"""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """texts that end an answer"""
     stop_token_ids: list[int] = []
@@ -126,13 +126,13 @@ class ModelRequest:
 class ModelResponse:
     """One completion.
 
-    The output lists have one entry per token, including the stop token. The stop reason is `abort`
-    if a pause interrupted the segment, but never for a whole completion.
+    The output lists have one entry per token, including the stop token. A segment that a pause
+    interrupted has the stop reason `abort`; a whole completion never has it.
     """
 
     input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
-    output_logprobs: list[float] = field(default_factory=list)  # under the policy that sampled
+    output_logprobs: list[float] = field(default_factory=list)  # under the policy that sampled them
     output_versions: list[int] = field(default_factory=list)  # versions of that policy
     stop_reason: str = "stop"
     temperature: float = 1.0  # at which the logprobs are taken; 1 if greedy
@@ -155,7 +155,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return a hash as the seed of an episode's call. Other episodes' calls do not change it."""
+    """Return the seed of an episode's call: a hash that other episodes' calls do not change."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -13,8 +13,8 @@ an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang
 
 If an update fails half way, some servers have version 7 and some 6. The label "7-incomplete" stays,
 and the run ends. A folder gets its name only when it is complete. In mode distributed each update
-makes its own group, so servers can come and go between updates. NCCL blocks each rank that joins,
-broadcasts or leaves until all ranks do the same. So a thread asks the servers meanwhile.
+makes its own group, so servers can come and go between updates. In NCCL a rank that joins,
+broadcasts or leaves waits for all others. So a thread asks the servers to take part.
 """
 
 import shutil

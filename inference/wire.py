@@ -16,8 +16,7 @@ KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
 
 
 def many_connections(http: Any = httpx) -> dict[str, Any]:
-    """Return a client's options. `http` is httpx, or the module that the openai SDK uses
-    instead."""
+    """Return a client's options. `http` is httpx, or the openai SDK's replacement for it."""
     return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)}
 
 

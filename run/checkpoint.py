@@ -1,10 +1,10 @@
 """Save and load the checkpoints of a run.
 
-recover/step00040 holds the model, the optimizer, and which prompts steps 1 to 40 have consumed. On
-a restart, a prompt runs again if no step has consumed its answers. So no prompt is skipped, and
-none is trained on twice. A checkpoint gets its name only when it is complete. We also keep the
-second newest, because the disk may damage the newest. sums.json has every file's checksum. On a
-restart, run/log.py removes the lines of later steps from metrics.jsonl.
+recover/step00040 holds model and optimizer, and lists the prompts that steps 1 to 40 consumed. On a
+restart, a prompt runs again if no step has consumed its answers. So no prompt is skipped, and none
+is trained on twice. A checkpoint gets its name only when it is complete. We also keep the second
+newest, because the disk may damage the newest. sums.json has every file's checksum. On a restart,
+run/log.py removes the lines of later steps from metrics.jsonl.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ SUMS = "sums.json"
 
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
-    """Write a step's checkpoint, after its line in metrics.jsonl. All ranks call this."""
+    """Write a step's checkpoint once its line is in metrics.jsonl. All ranks call this."""
     folder = run_dir / "recover"
     new, partial = folder / f"step{step:05d}", folder / "partial"
     actor.save_state(partial)

@@ -25,7 +25,7 @@ from inference.io_struct import CHECKED, GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """Return a module's file without importing it, because importing torch takes seconds."""
+    """Return a module's file without importing it. Many import torch, which takes seconds."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # no such package
@@ -69,7 +69,7 @@ class OpenAIConfig(Keys):
     turn_discount: Share = 1.0
     """gamma in R(i) = r(i) + gamma * mean R(calls that read i)"""
     compaction: Literal["link", "cut"] = "link"
-    """link: a conversation's reward reaches the answer it begins with; cut: only calls it names"""
+    """link: a conversation's reward reaches the answer it begins with; cut: only named calls"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
@@ -84,7 +84,7 @@ class RolloutConfig(Keys):
     max_head_offpolicyness: CountOrZero = 2
     """eta: a trained token is at most this many versions old; 0: synchronous training"""
     max_concurrent_rollouts: Count | None = None
-    """most prompt groups that run at once; default: batch size * (eta + 1)"""
+    """limit on prompt groups that run at once; default: batch size * (eta + 1)"""
     consumer_batch_size: Count | None = None
     """another name for train_dataset.batch_size (B)"""
     group_size: Count | None = None
@@ -148,7 +148,7 @@ class OptimizerConfig(Keys):
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """learning rate after the warm-up: constant, or linear down to a tenth"""
     warmup_steps: CountOrZero = 0
-    """steps in which the learning rate rises from 0"""
+    """steps over which the learning rate rises from 0"""
     gradient_clipping: NonNegative = 1.0
     """largest norm of a gradient; 0: no limit"""
 
@@ -161,13 +161,13 @@ class PPOActorConfig(Keys):
     threads: CountOrZero = 1
     """threads of the trainer on a CPU; 0: half of the machine's"""
     frozen_layers: CountOrZero = 0
-    """number of first layers that do not learn, together with the embeddings; 0: all learn"""
+    """number of first layers that, like the embeddings, do not learn; 0: all learn"""
     ppo_n_minibatches: Count = 4
     """optimizer steps in a pass over the batch"""
     ppo_epochs: Count = 1
     """passes over a batch"""
     mb_tokens: Count = 16384
-    """most tokens in one forward pass"""
+    """token limit of a forward pass"""
     gradient_checkpointing: bool = False
     """save memory: recompute layers in the backward pass"""
     enable_tree_training: bool | None = None
@@ -193,7 +193,7 @@ class PPOActorConfig(Keys):
     entropy_coeff: NonNegative = 0.0
     """weight of the entropy bonus"""
     kl_ctl: NonNegative = 0.0
-    """weight of the KL to the reference model, which at 0 is loaded only if ref.path is set"""
+    """weight of the KL to the reference model; 0: load it only if ref.path is set"""
     anneal: bool = False
     """let entropy_coeff and kl_ctl fall linearly to 0"""
     reward_scaling: Positive = 1.0
@@ -256,7 +256,7 @@ class TrainConfig(Keys):
     """All keys of a run."""
 
     mode: Literal["train", "eval"] = "train"
-    """train, or eval: only evaluate"""
+    """train; eval: only evaluate"""
     task: str | None = "tasks.guess"
     """module with data, agent and model; null: other keys name them"""
     experiment_name: FolderName = "guess"

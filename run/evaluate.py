@@ -44,7 +44,7 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     left out of the mean reward. With n episodes per prompt, there is pass@k for k = 2, 4, 8 ... <=
     n.
 
-    `rewards` goes through all prompts n times. The episodes of one prompt are alike, so error and
+    `rewards` holds n passes over all prompts. The episodes of one prompt are alike, so error and
     interval count prompts, not episodes. They may be too wide, but not too narrow.
     """
     prompts = len(inputs.validation)

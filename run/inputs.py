@@ -70,7 +70,7 @@ class Inputs:
     dataset: list[dict]
     validation: list[dict]
     tokenizer: Any
-    workflow: Any  # an agent or a workflow, as resolve_workflow takes it
+    workflow: Any  # an agent or a workflow that resolve_workflow made
     evaluated: Any  # the same, but sampling as in evaluations
     n_samples: int = 1  # episodes per validation prompt
 
@@ -143,7 +143,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Return a loader of prompts in batches. The order depends only on the seed, if at all, so a
+    """Return a loader of prompts in batches. The order depends on nothing but the seed, so a
     restarted run draws the same prompts."""
     import torch
     from torch.utils.data import DataLoader

@@ -179,7 +179,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 
 
 SGLANG_VARIABLES = {
-    # Compute log-probabilities for 256 tokens at a time: their logits stay below half a GiB.
+    # Compute log-probabilities for 256 tokens at a time, so their logits stay below half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
     "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "256",
     "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",

@@ -1,7 +1,7 @@
 """Begin a run, hold its parts, and end all of them.
 
-`begin` reads the command line and starts the servers without torch, so they load while train.py
-imports torch. Callbacks get the `Run`: configuration, processes, and the parts that train.py adds.
+`begin` reads the command line and starts the servers before train.py imports torch, so they load
+meanwhile. Callbacks get the `Run`: configuration, processes, and the parts that train.py adds.
 Leaving its `with` block ends everything that was started, even after Ctrl-C, an exception or a
 server's death. `main` prints how to go on after a failure, and returns an exit code:
 
@@ -165,7 +165,7 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     for option in COMMANDS.keys() & {*argv}:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
     raise_open_files()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, it would hide how children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide how children end
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
     try:
         config, options = load(argv)
@@ -187,7 +187,7 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    gc.freeze()  # collections pass over what is imported: .2 s each, a tenth of the demo
+    gc.freeze()  # else collections visit what is imported: .2 s each, a tenth of the demo
     code: Any = 0
     try:
         train(run)

@@ -5,10 +5,10 @@ optimizer, a version, and a connection to the servers. train.py shows the order 
 
 **A batch is divided twice.** First its rows go into mini-batches with about the same number of
 tokens, one for each optimizer step. Then a mini-batch is cut into pieces of at most `mb_tokens`
-tokens, one for each forward and backward pass. A piece's loss is divided by the number of trained
-tokens in its mini-batch, on all ranks. So the gradients of the pieces add up to the mini-batch's,
-and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and
-mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
+tokens, one for each forward and backward pass. A piece's loss is divided by its mini-batch's number
+of trained tokens, counted over all ranks. So the gradients of the pieces add up to the
+mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
+mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
 makes the same mini-batches; only the passes are divided. The ranks' gradients add up to a single
@@ -19,7 +19,7 @@ optimizer state. No checkpoint in recover/ holds them, and only the first push s
 
 **Numbers.** Parameters and optimizer are float32. For a pass on a GPU, FSDP casts everything to
 `dtype`; on a CPU, autocast casts only the matrix products. A token's log-probability is computed at
-its sampling temperature, so that the three policies are comparable.
+its sampling temperature, so pi_theta, pi_prox and pi_behav are comparable.
 
 There is no tensor, pipeline or context parallelism, no LoRA and no critic. With another layout or
 number of ranks, results are equal up to rounding, not bit for bit.
@@ -62,8 +62,8 @@ LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """The learning rate at `step`, counted from 0, as a share of its peak. After a linear warm-up,
-    this share stays 1, or falls linearly to a tenth at max_steps."""
+    """The learning rate at `step` (from 0) as a share of its peak. After a linear warm-up, this
+    share stays 1, or falls linearly to a tenth at max_steps."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -204,7 +204,7 @@ class FSDPPPOActor(FSDPEngine):
         self.minibatch: dict[str, float] = {}  # metrics of the latest mini-batch
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
-        self.written: int | None = None  # newest version that is in files or in the servers
+        self.written: int | None = None  # newest version that was written or sent
         self.states: dict[str, Any] = {}  # output of the frozen layers, by the piece's inputs
         self.inputs = ""  # of the current piece
 
@@ -239,7 +239,7 @@ class FSDPPPOActor(FSDPEngine):
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the engine that gets new weights. `meta`, an argument of AReaL's, is ignored."""
+        """Set the engine that gets new weights. AReaL's argument `meta` is ignored."""
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
@@ -248,7 +248,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def policies(self) -> tuple[str, str]:
         """The batch's keys for log pi_prox and log pi_behav. Standard PPO has one old policy, so
-        both keys are equal. loglinear guesses pi_prox later, so the first is a placeholder."""
+        both keys are equal. loglinear guesses pi_prox later, so its first key is a placeholder."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"
@@ -307,8 +307,8 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """Make one optimizer step on a mini-batch, whose `count` of trained tokens is that of all
-        ranks. `pieces` are this rank's; `fraction` of the training step is already done."""
+        """Make one optimizer step on a mini-batch with `count` trained tokens on all ranks.
+        `pieces` are this rank's; a `fraction` of the training step is already done."""
         o, found = self.config.optimizer, []
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, but we want the sum.
         self.optimizer.zero_grad()

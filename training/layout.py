@@ -13,9 +13,9 @@ went through the model alone. So layouts differ only in time and memory.
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
 hidden states; packed, 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
 
-Packed rows need an attention function of their own. Kernels that ignore position_ids let rows see
-each other without an error, and a dense mask would need t^2 numbers. The function computes only
-full attention, so models with sliding windows, convolutions or recurrent states get padded rows.
+Packed rows need an attention function of their own. Kernels that ignore position_ids would silently
+let rows see each other, and a dense mask would need t^2 numbers. The function computes only full
+attention, so models with sliding windows, convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -130,5 +130,5 @@ def attend_apart(
 
 
 AttentionInterface.register("packed", attend_apart)
-# cuDNN prepares a plan for every new shape, and nearly every batch has one.
+# cuDNN prepares a plan for every new shape, which nearly every batch has.
 torch.backends.cuda.enable_cudnn_sdp(False)

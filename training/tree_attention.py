@@ -45,9 +45,9 @@ class PackedTree(NamedTuple):
 
     rows: list[int]  # sorted by their tokens
     states: Tensor  # (R, T) int64, each token's index in the tree
-    # The model's: input_ids and position_ids, which are the depths, (1, N) int64; subtree_end (N,)
-    # int64. Packed rows use bounds (R + 1,) int32, where each row begins and the last one ends, and
-    # longest, the length of the longest row.
+    # The model's: input_ids and position_ids (the depths), (1, N) int64; subtree_end (N,) int64.
+    # Packed rows use bounds (R + 1,) int32 (where each row begins and the last one ends) and
+    # longest (the length of the longest row).
     inputs: dict[str, Any]
 
 

@@ -1,8 +1,8 @@
 """Steps that a GPU replays.
 
 A step copies its inputs to the GPU, and waits only once, for the drawn tokens (sampling.py). In
-between it starts kernels, most of them small: about a thousand for a decode of a model with 1.5B
-parameters. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph is a
+between it starts kernels, most of them small. A decode of a model with 1.5B parameters has about a
+thousand. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph is a
 list of kernels that is captured once and starts as one. It repeats the same kernels at the same
 addresses:
 
@@ -25,7 +25,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 class Graphs:
     """The graphs of one model. They are captured when they are first needed."""
 
-    most = 64  # then the least recently used one goes
+    most = 64  # beyond this, the least recently used one goes
 
     def __init__(self) -> None:
         self.captured: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}  # the last used at the end

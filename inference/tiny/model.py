@@ -16,8 +16,8 @@ and the next turn of a conversation differ only in the number of these tokens.
 *The cache* has slots of one length (`fit`), not blocks as in SGLang. So the keys of a step are a
 view of it. A prefix that two sequences share is copied once (.24 ms for 145 tokens of SmolLM2).
 
-*Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
-the shapes of the matrices, and two kernels may add in different orders. So weights are stored
+*Bits.* On a CPU in float32, a row's logits do not depend on the other rows. But torch picks a
+kernel by the matrices' shapes, and two kernels can add in different orders. So weights are stored
 column by column (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in
 multiples of 8 tokens, and the number of keys is rounded up (`key_length`).
 
@@ -48,7 +48,7 @@ SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, t
     "rope_type": ("default",),
     "type": ("default",),  # the old name of rope_type
 }
-LAYER = {  # matrix of a layer: the weights of the folder that it joins
+LAYER = {  # matrix of a layer: the folder's weights that it joins
     "norm_1": ["input_layernorm.weight"],  # (D,)
     "w_qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
     "b_qkv": ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"],
@@ -113,8 +113,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> 
         folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, share, 1))
         return out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
-    # In decode the heads that share a key head make one product. Copies fill it to at least FEWEST
-    # rows.
+    # In decode the heads that share a key head make one product. Copies of q fill it to at least
+    # FEWEST rows.
     q = q.view(len(q), k.shape[1], -1, q.shape[-1])
     fills = q.is_cpu and q.dtype == torch.float32
     copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1) if fills else q
@@ -125,7 +125,7 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tenso
     """Compute `attend`, but read the n shared keys once, not once per row.
 
     Let o1 and z1 be the output and the log-sum-exp of the scores over the shared keys, o2 and z2
-    those over a row's own. Then all keys together give
+    those over a row's own keys. Then all keys together give
 
         o = (e^z1 o1 + e^z2 o2) / (e^z1 + e^z2) = o2 + sigmoid(z1 - z2) (o1 - o2)
     """
@@ -163,9 +163,8 @@ def round_up_a_little(n: int, multiple: int) -> int:
 def key_length(longest: int) -> int:
     """Return `longest` rounded up: how many keys each row of a step attends to.
 
-    The attention kernel works in blocks of 512 keys. With 256 to 448 keys in the last block, the
-    kernel added in another order (measured on two CPUs), which changes bits. So we avoid such
-    lengths.
+    The attention kernel works in blocks of 512 keys. With 256 to 448 keys in the last block, it
+    adds in another order (measured on two CPUs), which changes bits. So we avoid such lengths.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -190,7 +189,7 @@ class Model:
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
         self.device = torch.device(device)
         exact = self.device.type == "cpu" and dtype == "float32"
-        self.chunk = MOST if exact else PREFILL  # most tokens of a prompt in one step, with padding
+        self.chunk = MOST if exact else PREFILL  # limit of a prompt's tokens per step, with padding
         self.shares = self.device.type == "cpu" and not exact  # whether shared keys are read once
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)

@@ -2,8 +2,8 @@
 
 Each request becomes a sequence. It waits in the queue of its session, runs in a *slot* (one row of
 the cache of keys and values) and ends exactly once, with reason stop, length or abort. A step feeds
-tokens to running sequences; each sequence with no more to feed gets a new token. Here A and B begin
-with the same 40 tokens, and C is a long prompt of another session:
+tokens to running sequences. A sequence fed its last token gets a new one. Here A and B begin with
+the same 40 tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits: A is about to compute 40 of B's tokens
     prefill           A computes its prompt
@@ -17,9 +17,9 @@ all slots become longer and fewer. A sequence left without one goes back to its 
 are computed again later. So slots grow only when needed.
 
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
-are taken, a session that runs at least two more than a waiting one gives one up. So a session with
-many long sequences does not shut out the others. If a sequence needs more room than is left, it
-waits, and so do those behind it in its session. Other sessions overtake it.
+are taken, a session running at least two more than a waiting session gives up a slot. So a session
+with many long sequences does not shut out the others. If a sequence needs more room than is left,
+it waits, and so do those behind it in its session. Other sessions overtake it.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
@@ -54,7 +54,7 @@ class Scheduler:
         self.version = version
         self.decode = decode  # tokens to text, to be searched for stop strings
         self.paused = False
-        # by session, the one served last at the end
+        # by session; the one served last is at the end
         self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
         self.length, slots = model.resize(1)  # tokens of a slot, number of slots
         self.slots = [NOBODY] * slots  # who used each slot last
@@ -87,8 +87,7 @@ class Scheduler:
         self._release()
 
     def retract(self) -> None:
-        """Send the running sequences back to their queues, and forget all keys. The keys are
-        computed again when a sequence returns."""
+        """Send the running sequences back to their queues, and forget all keys."""
         for one in reversed(self.running):
             self.queues[one.session].appendleft(one)
         self.slots = [NOBODY] * len(self.slots)
@@ -124,13 +123,13 @@ class Scheduler:
         return True
 
     def _choose(self) -> tuple[int, int, int]:
-        """Return the step's first slot, the slot after its last, and the most tokens it feeds each.
-        A decode follows each piece of a long prompt, so the prompt does not stop the others."""
+        """Return the step's first slot, the slot after its last, and the token limit per slot. A
+        decode follows each piece of a long prompt, so the prompt does not stop the others."""
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.was_piece or max(left) == 1):
             self.was_piece = False
-            return ready[0], ready[-1] + 1, 1  # decode; those between are fed a token, too
+            return ready[0], ready[-1] + 1, 1  # decode; the slots between are fed a token, too
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
@@ -171,7 +170,7 @@ class Scheduler:
             return False
         self._resize(length)
 
-        # The idle slot with the longest prefix; among equal ones, the one idle for longest.
+        # Take the idle slot with the longest common prefix; if several have it, the longest idle.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
         for slot, last in enumerate(self.slots[self.n :], self.n):
@@ -198,8 +197,8 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Send sequences back for the waiting session that runs the fewest, if other sessions run
-        at least two more."""
+        """Make room for the waiting session that runs the fewest: send back sequences of sessions
+        that run at least two more."""
         if self.n == len(self.slots):  # shorten the slots to twice the longest sequence
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
@@ -233,8 +232,8 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _send_back(self) -> None:
-        """Send a sequence back to the head of its queue. It is the cheapest to compute again in the
-        session that runs the most. Its keys stay in an idle slot."""
+        """Send a sequence back to the head of its queue. The session that runs the most gives up
+        the one that is cheapest to compute again. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]

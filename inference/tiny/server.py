@@ -5,15 +5,15 @@
 Everything happens in one thread: the routes and the steps take turns in the asyncio loop. A route
 reads or changes the scheduler only between two steps. So nothing needs a lock, and a small model's
 steps do not compete with the routes for Python's global lock. But /health and /abort_request wait
-for the running step: at most 512 tokens of prompts, or one token per sequence. Only reading new
-weights runs in a thread.
+for the running step: at most 512 tokens of prompts, or one token per sequence. Only new weights are
+read in another thread.
 
 A route ignores unknown fields of a body, as SGLang does. But it refuses an unknown sampling
 parameter, because ignoring one would change the tokens' distribution. It also refuses a request
 that the server could not complete.
 
 A request's tokens and logprobs depend only on its prompt, its sampling_params and the weights. In
-bfloat16 or on a GPU, its neighbours also change the rounding. New weights are loaded between two
+bfloat16 or on a GPU, other requests also change the rounding. New weights are loaded between two
 steps, and running requests go on with them. A client that hangs up does not end its request;
 /abort_request does. Not supported: streams, texts, several prompts in one request, logprobs of
 prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a process
@@ -137,7 +137,7 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
             scheduler.abort()
         scheduler.version = new_version
 
-    # What the server tells about itself
+    # What the server reports about itself
 
     @app.get("/server_info")
     @app.get("/model_info")
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     listener = listen(args.host, args.port, args.api_key)
     limits = args.max_running_requests, args.max_total_tokens
     model = Model(args.model_path, *limits, args.dtype, args.device)
-    # Without transformers, which takes a second to import.
+    # This avoids importing transformers, which takes a second.
     tokenizer = Tokenizer.from_file(f"{args.model_path}/tokenizer.json")
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     app = create_app(Scheduler(model, args.weight_version, decode), args.api_key)
