@@ -221,8 +221,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return a finished call: without an id, the latest that is not a side conversation. Raises
-        Refusal if no call fits."""
+        """Return a finished call; without an id, the latest one outside of side conversations.
+        Raises Refusal if no call fits."""
         latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:

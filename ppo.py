@@ -1,4 +1,4 @@
-"""The objective of decoupled PPO, and its advantages.
+"""The objective of decoupled PPO, and the advantages of turns.
 
     J = mean over trained tokens of   w min(u A, clip(u, 1 - eps, 1 + eps_higher) A)
 
@@ -63,8 +63,9 @@ def ppo_actor_loss_fn(
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Values outside `loss_mask` are ignored, even NaN.
-    `denominator` counts the trained tokens of the mini-batch, so that the losses of its pieces add
-    up to its loss. This loss does not use `sequence_ids`, the row of each token; others do.
+    `denominator` is the mini-batch's number of trained tokens, so the losses of all pieces add up
+    to the mini-batch's loss. This loss does not use `sequence_ids`, the row of each token; others
+    do.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)

@@ -17,8 +17,9 @@ says whether the server is deterministic on this machine (inference/tiny/model.p
 a prompt's last logits have the same bits from a prefill alone, from one in a batch, and from a
 decode step.
 
-Last come the CPU seconds of 4 groups of 8 prompts of 145 tokens: each prompt computed, and each
-group's prompt computed once and copied.
+Last come the CPU seconds of 4 groups of 8 answers to prompts of 145 tokens, as training asks for
+them: by model.generate, by the engine if it computed each prompt, and by the engine, which computes
+a group's prompt once and copies its keys. First of the prompts alone, then with the answers.
 """
 
 import argparse
@@ -65,7 +66,7 @@ URL = f"http://127.0.0.1:{PORT}"
 
 
 COUNTS = (1, 8, 32, 64)  # sequences at a time
-GROUPS, MEMBERS, SHARED = 4, 8, 145  # prompts of the comparison of prefills, tokens of each
+GROUPS, MEMBERS, SHARED = 4, 8, 145  # of the comparison of groups; tokens of a prompt
 
 
 def build(
@@ -95,7 +96,7 @@ def prompts(rng: random.Random, n: int, vocab: int, length: int = PROMPT) -> lis
 
 
 def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> float:
-    """Return the tokens of model.generate per second of CPU time."""
+    """Return the CPU seconds of model.generate."""
     ids = torch.tensor(batch)
     start = time.process_time()
     out = model.generate(
@@ -109,8 +110,8 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
         top_p=1.0,
     )
     seconds = time.process_time() - start
-    assert out.shape == (len(batch), PROMPT + new)
-    return len(batch) * new / seconds
+    assert out.shape == (len(batch), len(batch[0]) + new)
+    return seconds
 
 
 def run(model: Model, batch: list[list[int]], new: int, **changes: int) -> float:
@@ -130,18 +131,20 @@ def run(model: Model, batch: list[list[int]], new: int, **changes: int) -> float
     return seconds
 
 
-def by_engine(model: Model, batch: list[list[int]], new: int) -> float:
-    """Return the tokens of scheduler and model in this process, per second of CPU time."""
-    return len(batch) * new / run(model, batch, new)
-
-
-def compare_prefill(model: Model, vocab: int) -> None:
-    """Print the seconds of prompts that groups share."""
-    batch = [
-        ids for ids in prompts(random.Random(0), GROUPS, vocab, SHARED) for _ in range(MEMBERS)
-    ]
-    each, once = run(model, batch, 1, worth=10**9), run(model, batch, 1)
-    print(f"\n{GROUPS} groups of {MEMBERS} prompts: {each:.2f} s each, {once:.2f} s shared\n")
+def compare_groups(model: Any, tiny: Model, vocab: int, new: int) -> None:
+    """Print the seconds of groups whose members share a prompt."""
+    groups = prompts(random.Random(0), GROUPS, vocab, SHARED)
+    batch = [ids for ids in groups for _ in range(MEMBERS)]
+    print()
+    for tokens in (1, new):
+        each, once = run(tiny, batch, tokens, worth=10**9), run(tiny, batch, tokens)
+        generate = by_generate(model, batch, tokens)
+        print(
+            f"{GROUPS} groups of {MEMBERS}, {tokens} new tokens: generate {generate:.2f} s, engine "
+            f"{each:.2f} s with each prompt, {once:.2f} s with shared ones: {generate / once:.2f}",
+            flush=True,
+        )
+    print()
 
 
 def by_http(batch: list[list[int]], new: int) -> float:
@@ -199,7 +202,7 @@ def compare(model: Any, path: str, dtype: str, new: int, rounds: int) -> None:
         for n in COUNTS:
             rng = random.Random(n)
             batch = prompts(rng, n, vocab)
-            by_engine(tiny, batch, 4)
+            run(tiny, batch, 4)
             by_http(batch, 4)
             best, start = [0.0] * 3, time.monotonic()
             for k in itertools.count():
@@ -208,8 +211,8 @@ def compare(model: Any, path: str, dtype: str, new: int, rounds: int) -> None:
                 # New prompts each time, because the server keeps the keys of earlier ones.
                 batch = prompts(rng, n, vocab)
                 ways = (
-                    by_generate(model, batch, new),
-                    by_engine(tiny, batch, new),
+                    n * new / by_generate(model, batch, new),
+                    n * new / run(tiny, batch, new),
                     by_http(batch, new),
                 )
                 best = [max(pair) for pair in zip(best, ways, strict=True)]
@@ -221,7 +224,7 @@ def compare(model: Any, path: str, dtype: str, new: int, rounds: int) -> None:
                 f"| {engine / generate:.2f} | {http / engine:.2f} | {bits} |",
                 flush=True,
             )
-        compare_prefill(tiny, vocab)
+        compare_groups(model, tiny, vocab, new)
     finally:
         server.terminate()
         server.wait(timeout=60)

@@ -7,10 +7,10 @@ the tree read:
      [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-**Three protocols, one walk.** A conversation is a list of items. An item is a message, whose
-content is a text or a list of blocks. In the Responses protocol, calls and results are items, too.
-Each block or item becomes a small message, and the small messages of one reply are joined. The
-protocols' other fields differ only in name. Templates read reasoning from `reasoning_content`.
+**Three protocols.** A conversation is a list of items. An item is a message, whose content is a
+text or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or
+item becomes a small message, and the small messages of one reply are joined. The protocols' other
+fields differ only in name. Templates read reasoning from `reasoning_content`.
 
 **Equal messages.** An agent sends the whole history with every call, and its client may rewrite
 earlier replies: null for "", parts for a string, other white space in a call's JSON. So the tree

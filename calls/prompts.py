@@ -90,7 +90,7 @@ class PromptBuilder:
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
         """The prompt that continues `turn` with the messages `new`: the turn's prompt, its output,
-        and the tail, minus end marks that the output already has. Raises Refusal."""
+        and the tail without the end marks that the output already has. Raises Refusal."""
         said, tail = turn.output_tokens, self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)

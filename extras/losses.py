@@ -126,9 +126,9 @@ def reject(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Leave out rows in which a token has (log w)^2 / 2 > k2 or w < veto, or whose geometric mean
-    of w is outside 1/c to c (verl, rollout correction). The mean stays near 1 however long the row
-    is, so choose c = `geometric_mean` near 1, such as 1.01."""
+    """Leave out rows whose geometric mean of w is outside 1/c to c, and rows with a token that has
+    w < veto or (log w)^2 / 2 > k2 (verl, rollout correction). The mean stays near 1 however long
+    the row is, so choose c = `geometric_mean` near 1, such as 1.01."""
     mask, keys["sequence_ids"] = loss_mask.bool(), sequence_ids
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)

@@ -75,8 +75,8 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
-    """The parameters of the last layer (V H), of embedding and last layer (R), and of each layer
-    between them (P)."""
+    """Numbers of parameters: V H in the last layer, R in embedding and last layer together, P in
+    each layer between them."""
     last = shape.vocab_size * shape.hidden_size
     root = last if shape.tie_word_embeddings else 2 * last
     return last, root, (n - root) // shape.num_hidden_layers

@@ -18,9 +18,9 @@ weights and batch. So the configuration and schedule.jsonl together determine a 
     {"pushed":5}                                                       servers have version 5
 
 A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
-tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the tasks that started
-then, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on with
-token 58. A replay generates only what a step consumed, and stops at the first difference.
+tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same tasks as the
+recorded run, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on
+with token 58. A replay generates only what a step consumed, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """
@@ -130,7 +130,7 @@ class Schedule:
                 raise ValueError
 
     def find(self, call: str) -> Fact:
-        """The line of a call; {} if it has none."""
+        """The recorded line of a call, or {}."""
         return self.calls.get(task_of(call), {}).get(call, {})
 
     def check(self, batch_size: int, eta: int) -> int:

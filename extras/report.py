@@ -102,8 +102,8 @@ def read_timeline(records: list[Record]) -> Record:
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
     """Sort the phases, and fill each gap over 1 ms between 0 and `last` with a new phase.
 
-    A gap at the beginning is named "start", around a restart "not running", at the end "stop", and
-    between two phases "other". A step that a kill cut off leaves a gap, too.
+    Gaps are named "start" at the beginning, "not running" around a restart, "stop" at the end, and
+    "other" between two phases. If a kill interrupts a step, that leaves a gap, too.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:

@@ -147,8 +147,9 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield each row's record (AReaL's page "Rollout Workflow"). The completion goes from the first
-    generated token to the end of the row, including what other roles said between turns."""
+    """Yield each row's record, in the form of AReaL's page "Rollout Workflow". The completion goes
+    from the first generated token to the end of the row, including what other roles said between
+    turns."""
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
         ids = row["input_ids"][row["attention_mask"]].tolist()

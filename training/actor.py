@@ -405,8 +405,8 @@ class FSDPPPOActor(FSDPEngine):
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Send the weights as `meta.version`, by default the next one. Call this between pause and
-        resume."""
+        """Send the weights as version `meta.version`, by default as the next version. Call this
+        between pause and resume."""
         meta = meta if meta.version is not None else meta.with_version(self.version + 1)
         if self.written != meta.version:
             self.write_weights(meta)

@@ -163,8 +163,8 @@ def round_up_a_little(n: int, multiple: int) -> int:
 def key_length(longest: int) -> int:
     """Return `longest` rounded up: how many keys each row of a step attends to.
 
-    The attention kernel works in blocks of 512 keys. With 256 to 448 keys in the last block, it
-    adds in another order (measured on two CPUs), which changes bits. So we avoid such lengths.
+    The attention kernel works in blocks of 512 keys. On two CPUs we saw that 256 to 448 keys in the
+    last block change the order of its sums, and so the bits. So we avoid such lengths.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -224,7 +224,7 @@ class Model:
 
     def _fuse(self, files: Mapping[str, Tensor], prefix: str, *names: str) -> Any:
         """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
-        The named weights become views of the result, so an update of the weights changes it, too.
+        The named weights become views of this matrix, so whoever updates them updates the matrix.
         Return None if the model lacks them."""
         full = [prefix + name for name in names]
         if full[0] not in files:
@@ -268,7 +268,7 @@ class Model:
 
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
         """Return (4, rows, columns) for a step's tokens: ids, positions, places in the cache, and
-        the index of each row's last token."""
+        in every column the index of the row's last token."""
         # Pad at the end; a prefill has a multiple of 8 columns.
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)

@@ -1,4 +1,4 @@
-"""Decide which sequences have a slot of the cache, and which of them the next step computes.
+"""Decide which sequences have a slot in the cache, and which of them the next step feeds.
 
 Each request becomes a sequence. It waits in the queue of its session, runs in a *slot* (one row of
 the cache of keys and values) and ends exactly once, with reason stop, length or abort. A step feeds
