@@ -190,7 +190,7 @@ class InteractionCache(dict[str, Interaction]):
         interaction.interaction_id, interaction.parent = interaction_id, parent
         if parent:
             shared = parent.conversation  # store every message once
-            interaction.messages = shared + interaction.messages[len(shared) :]
+            interaction.messages[: len(shared)] = shared
             interaction.turn, interaction.reads = parent.turn + 1, [parent]
         self[interaction_id] = interaction
         return interaction

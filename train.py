@@ -65,7 +65,6 @@ from workflow import RolloutWorkflow
 # An episode returns tensors, an agent's calls by completion id (cache.py), or None, which rejects
 # the episode.
 Episode = dict[str, Tensor] | dict[str, InteractionWithTokenLogpReward] | None
-Workflow = RolloutWorkflow | type | str  # or an agent: any object with an async method `run`
 
 
 def start_rollout(run: Run) -> None:
@@ -134,7 +133,7 @@ class PPOTrainer:
         self.run.callbacks += [import_name(name)(config) for name in names]
 
     def train(
-        self, workflow: Workflow | Any = None, workflow_kwargs: dict[str, Any] | None = None
+        self, workflow: RolloutWorkflow | Any = None, workflow_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Train to the last step. All ranks call this.
 
@@ -158,7 +157,8 @@ class PPOTrainer:
         start_trainer(run)
         run.wait_until_ready()
         keys = config.weight_update
-        folder = Path(keys.path or run.run_dir) / f"weights-{config.trial_name}"
+        name = f"weights-{config.experiment_name}-{config.trial_name}"
+        folder = Path(keys.path or run.run_dir) / name
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
         self.meta = WeightUpdateMeta(mode=keys.mode, path=str(folder), address=keys.address)
         run.actor.connect_engine(run.engine, self.meta)
@@ -262,8 +262,9 @@ def train_or_evaluate(run: Run) -> None:
     """Train, or with mode=eval run the validation prompts and write eval.json."""
     if run.config.mode == "train":
         PPOTrainer(run.config, run).train()
-    elif run.rank == 0:
-        with run:
+        return
+    with run:
+        if run.rank == 0:
             run.inputs = load_inputs(run.config)
             start_rollout(run)
             run.wait_until_ready()

@@ -290,6 +290,10 @@ def _tools(body: Json) -> list[Json]:
     return tools
 
 
+def names_of(tools: list[Json]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
     """Return auto, none, required or a tool's name. `raw` is such a word, {"type": "any"},
     {"type": "tool", "name": "f"}, or {"type": "function", "function": {"name": "f"}}."""
@@ -297,7 +301,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> str:
     if isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name") or raw.get("type")
     choice = "required" if choice == "any" else choice  # Anthropic's word
-    names = [tool["function"]["name"] for tool in tools]
+    names = names_of(tools)
     if choice not in ("auto", "none", *(names and ["required"]), *names):
         raise Refusal("tool_choice: auto, none or, with tools, required or a tool's name is needed")
     return choice

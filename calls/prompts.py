@@ -108,7 +108,8 @@ class PromptBuilder:
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Render the messages in the first form that the template accepts whole."""
-        options = variables | {"tokenize": False, "add_generation_prompt": True}
+        options = {"tokenize": False, "add_generation_prompt": True, "chat_template": None}
+        options = variables | options
         refusals: list[Exception] = []
         # DeepSeek's templates need arguments as text.
         changes: Any = (dict, with_texts)

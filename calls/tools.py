@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from calls.messages import Json, Message
+from calls.messages import Json, Message, names_of
 from inference.fields import Refusal, import_name, read_json
 
 OPEN, CLOSE = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
@@ -33,10 +33,6 @@ MARKS = (THINK, END_OF_THINK, "<tool_call>", "</tool_call>")
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")
 Tools = list[Json]  # in the form of chat completions
 Parser = Callable[[str, Tools], tuple[str, list[Json]]]
-
-
-def names_of(tools: Tools) -> list[str]:
-    return [tool["function"]["name"] for tool in tools]
 
 
 def find_calls(text: str) -> Iterator[tuple[int, int, str]]:

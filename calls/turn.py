@@ -78,8 +78,11 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        if task.cancelled() or task.exception():  # asyncio would complain about an unread one
-            self.fail()
+        # A task keeps its exception, and so this turn and session, until the exception is read.
+        with contextlib.suppress(asyncio.CancelledError):
+            if not task.exception():
+                return
+        self.fail()
 
     def fail(self) -> None:
         """Stop generating, and remove the call from the tree, unless it has finished."""
@@ -141,6 +144,7 @@ class Turn:
                 yield written(error_body(status, str(error)))
                 if not isinstance(error, Refusal | EngineError):
                     raise  # our own mistake belongs in the log, too
+                error.__traceback__ = None  # it refers to this turn
 
 
 class EventStream(StreamingResponse):

@@ -58,7 +58,10 @@ def with_costs(batch: Batch, costs: Tensor, base: Advantages, **keys: Any) -> Te
     """Subtract `costs` (N,) from the turns' rewards, and return the new advantages."""
     rewards, trained = batch["turn_rewards"].clone(), batch["loss_mask"] > 0
     rewards[trained] -= costs[number_turns(batch)[2]]
-    return base(batch | {"turn_rewards": rewards}, **keys)
+    changed = batch | {"turn_rewards": rewards}
+    A = base(changed, **keys)
+    batch["loss_mask"] = changed["loss_mask"]  # `base` may have masked turns
+    return A
 
 
 def overlong(
@@ -124,9 +127,10 @@ def row_mean(
     1 / (rows * L), however long its row is (Dr. GRPO, 2503.20783)."""
     # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
     # n tokens in this one.
+    A = base(batch, **keys)
     n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (B, 1)
     mean = n.sum() / torch.count_nonzero(n).clamp(min=1)
-    return base(batch, **keys) * mean / (length or n.clamp(min=1))
+    return A * mean / (length or n.clamp(min=1))
 
 
 def informative(trajectory: Batch) -> bool:

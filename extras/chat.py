@@ -16,7 +16,9 @@ extras.episode`).
 """
 
 import asyncio
+import json
 import secrets
+import shlex
 import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
@@ -40,11 +42,11 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     return [word for word in ids if unknown is not None and unknown in ids[word]]
 
 
-def find_agent(path: str, kwargs: dict[str, Any]) -> Any:
-    """The agent at `path` if it can be asked a question, else None."""
+def find_agent(path: str) -> Any:
+    """The class of the agent at `path`, or None if there is none."""
     with suppress(ImportError, AttributeError):  # a script may have passed its own agent
         named: Any = import_name(path)
-        return named(**kwargs) if hasattr(named, "converse") else None
+        return named if hasattr(named, "run") else None
     return None
 
 
@@ -62,20 +64,24 @@ def main(words: list[str]) -> int:
     folder = Path(*words)
     config = read_config(folder)
     try:
-        model = max((folder / "checkpoints").glob("step*"))
+        model = max((folder / "checkpoints").glob("step*[0-9]"))  # a kill may leave step*.partial
         most = config.gconfig.max_new_tokens
     except (ValueError, AttributeError):
         hint = "give the folder of a run that has checkpoints (one is written at its end)"
         print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
         return 2
     print(f"the model of {model.name}; an empty line begins a new conversation, Ctrl-D ends")
-    agent = config.workflow or f"{config.task}.WORKFLOW"
-    print(f"its tools and turns: {sys.executable} -m extras.episode {agent} --model-path {model}")
+    path, kwargs = config.workflow or f"{config.task}.WORKFLOW", vars(config.workflow_kwargs)
+    agent = find_agent(path)
+    if agent:
+        words = [path, "--model-path", str(model), "--kwargs", json.dumps(kwargs)]
+        command = shlex.join([sys.executable, "-m", "extras.episode", *words])
+        print(f"its tools and turns: {command}")
     key = secrets.token_urlsafe()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)
     messages: list[dict] = []
-    asked = find_agent(agent, vars(config.workflow_kwargs))
+    asked = agent(**kwargs) if hasattr(agent, "converse") else None
     with ExitStack() as stack, asyncio.Runner() as runner:
         engine = RemoteInfEngine([start_server(stack, str(model), key)], key=key)
         engine.initialize()

@@ -173,7 +173,7 @@ RULES = (
     Rule(
         "baseline",
         1,
-        lambda m, c: (c.actor.adv_norm.mean_level == "group") * m[0]["baseline_bias"],
+        lambda m, c: adds_up_to_0(c.actor) * m[0]["baseline_bias"],
         0.05,
         "The advantages of a prompt group do not add up to 0, so their baseline is not the mean of "
         "this group. Look for code that finds groups by the position or the text of their rows, "
@@ -306,6 +306,12 @@ def no_signal_share(batch: dict[str, Tensor]) -> float:
     signal = batch["advantages"].abs().amax(1) > 1e-2  # (B,)
     groups = batch["group_ids"]
     return 1 - len(groups[signal].unique()) / len(groups.unique())
+
+
+def adds_up_to_0(actor: Any) -> bool:
+    """Whether a group's advantages do."""
+    is_row_mean = actor.advantages == "extras.advantages.row_mean"
+    return actor.adv_norm.mean_level == "group" and not is_row_mean
 
 
 def baseline_bias(batch: dict[str, Tensor]) -> float:

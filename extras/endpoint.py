@@ -8,6 +8,7 @@ returns None counts as rejected. No server, proxy or tokenizer is needed.
 """
 
 import asyncio
+import copy
 import importlib
 import os
 import time
@@ -34,10 +35,11 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
         workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
         try:
             async with places, asyncio.timeout(limit):
-                result = await agent.run(sample, base_url=url, api_key=key, http_client=None)
+                own = copy.deepcopy(sample)
+                result = await agent.run(own, base_url=url, api_key=key, http_client=None)
             reward = [*result.values()][-1] if isinstance(result, dict) else result
             return None if reward is None else finite(reward)
-        except Exception as error:  # the episode counts as rejected
+        except (Exception, SystemExit) as error:  # the episode counts as rejected
             logger.warning("eval-rollout task %d failed: %r", i, error, exc_info=error)
             return None
 

@@ -97,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
             args.model_path = fetch(args.model_path)
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
             task = sys.modules.get(args.agent.rpartition(".")[0])
-            sample: Any = args.data or getattr(task, "dataset", lambda: [{}])()[0]
+            prepare, dataset = getattr(task, "prepare", dict), getattr(task, "dataset", None)
+            sample: Any = args.data or (prepare(dataset()[0]) if dataset else {})
             code = 1  # the command line was right
             server = args.server or start_server(stack, args.model_path, key)
             words = command("proxy", "--model-path", args.model_path, "--server", server)

@@ -139,7 +139,7 @@ def step_bytes(
 
 def kept_bytes(config: TrainConfig) -> int:
     """The bytes per parameter that the ranks together keep."""
-    return 20 if config.actor.kl_ctl > 0 else 16
+    return 20 if config.actor.kl_ctl > 0 or config.ref.path else 16
 
 
 def estimate_rank(

@@ -393,7 +393,7 @@ def main(argv: list[str]) -> Any:
         return run
 
     recipe = f"{options.folder}/config.yaml"
-    run = start.begin(["--config", recipe, *words, "trial_name=auto"], make)
+    run = start.begin(["--config", recipe, "trial_name=auto", *words], make)
     from train import train_or_evaluate
 
     return start.main(run, train_or_evaluate)

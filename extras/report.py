@@ -162,8 +162,9 @@ def read_step(
     except (SafetensorError, OSError):
         return None
     step, old = int(path.stem), batch["logprobs"]
-    if "prox_logp" not in batch:  # standard PPO, or loglinear: an estimate at mid-step
-        alpha = interpolation(batch["versions"], step - 1, 0.5)  # (B, T)
+    if "prox_logp" not in batch:  # standard PPO, or loglinear
+        fraction = batch.get("step_fraction", torch.tensor([0.5]))[:, None]  # (B, 1)
+        alpha = interpolation(batch["versions"], step - 1, fraction)  # (B, T)
         estimate = loglinear(old, batch["theta_logp"], alpha)
         batch["prox_logp"] = estimate if keys.use_decoupled_loss else old
     batch["states"] = token_states(batch, keys)

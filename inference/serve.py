@@ -36,7 +36,7 @@ def free_port() -> int:
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """Return a listening socket. Raises OSError if the port is in use, or a public host lacks a
     key."""
-    if not key and host not in ("127.0.0.1", "::1", "localhost"):
+    if not key and host not in ("127.0.0.1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     return socket.create_server((host, port), backlog=4096)
 

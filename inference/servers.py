@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+import aiohttp
 import httpx
 import orjson
 
@@ -64,7 +65,7 @@ class Servers:
         patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
         try:
             response = await client.request(method, url, json=body, timeout=patience)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, aiohttp.ClientError) as error:
             words = f"{type(error).__name__} {error.__cause__ or error}".split()
             raise EngineError(f"{url} gave no answer: {' '.join(words)[:300]}", 503) from error
         try:

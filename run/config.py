@@ -432,7 +432,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
 def has_bfloat16() -> bool:
     """Whether this machine multiplies bfloat16 numbers in hardware."""
     with suppress(OSError):
-        if re.search("bf16", Path("/proc/cpuinfo").read_text()):
+        if "bf16" in Path("/proc/cpuinfo").read_text():
             return True
     return Path("/dev/nvidia0").exists()
 
@@ -445,8 +445,8 @@ def resolve(config: TrainConfig) -> None:
         group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
     rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
     rollout.consumer_batch_size, rollout.group_size = data.batch_size, gconfig.n_samples
-    waves = rollout.max_head_offpolicyness + 1
-    rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or data.batch_size * waves
+    most = data.batch_size * (rollout.max_head_offpolicyness + 1)
+    rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or most
     _ = config.evaluation_gconfig
     if config.server.backend == "tiny" and config.server.tp_size > 1:
         raise ConfigError("server.tp_size: a small server uses one GPU, so raise server.count")

@@ -132,7 +132,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
         if path is None:
             samples = task.dataset(split)
         elif path.endswith(".jsonl"):
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
             samples = [json.loads(line) for line in lines if line.strip()]
         else:
             samples = import_name(path)()
@@ -143,17 +143,16 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Return a loader of prompts in batches. The order depends on nothing but the seed, so a
-    restarted run draws the same prompts."""
+    """Return a loader of prompts. The order depends on nothing but the seed, so a restarted run
+    draws the same prompts."""
     import torch
     from torch.utils.data import DataLoader
 
     keys = config.train_dataset
     return DataLoader(
-        dataset * -(-keys.batch_size // len(dataset)),  # type: ignore[arg-type]
+        dataset,  # type: ignore[arg-type]
         batch_size=keys.batch_size,
         shuffle=keys.shuffle,
         generator=torch.Generator().manual_seed(config.seed),
-        drop_last=True,
         collate_fn=list,
     )

@@ -157,7 +157,6 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     ranks, wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), server.count * size
     is_shared = len(gpus) - ranks < wanted
     pool = gpus * server.count if is_shared else gpus[-wanted:]
-    each = [(f"server-{k}", pool[k * size : (k + 1) * size]) for k in range(server.count)]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
     words += ["--max-running-requests", server.max_running_requests]
     words += ["--max-total-tokens", server.max_total_tokens]
@@ -165,17 +164,21 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         words += ["--seed", config.seed, "--threads", server.threads]
         words += ["--dtype", server.dtype, "--device", server.device]
         whole = command("inference.tiny.server", *words, *server.args)
-        return [Child(name, whole, own, {"POCKET_AREAL_SERVER_KEY": key}) for name, own in each]
-
-    words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-    if gpus:  # the trainer's logits are float32, too; SGLang would serve float32 models in float16
-        words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
-        words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
-    # POCKET_AREAL_SGLANG can name another command that starts SGLang.
-    sglang = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
-    start = [sys.executable, "-P", "-m", "inference.with_parent", *shlex.split(sglang)]
-    whole = [*start, *map(str, words), *server.args]
-    return [Child(name, whole, own, SGLANG_VARIABLES) for name, own in each]
+        variables = {"POCKET_AREAL_SERVER_KEY": key}
+    else:
+        words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
+        if gpus:  # the trainer's logits are float32, too; SGLang would serve float32 in float16
+            words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
+            words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
+        # POCKET_AREAL_SGLANG can name another command that starts SGLang.
+        sglang = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
+        start = [sys.executable, "-P", "-m", "inference.with_parent", *shlex.split(sglang)]
+        whole = [*start, *map(str, words), *server.args]
+        variables = SGLANG_VARIABLES
+    return [
+        Child(f"server-{k}", whole, pool[k * size : (k + 1) * size], variables)
+        for k in range(server.count)
+    ]
 
 
 SGLANG_VARIABLES = {

@@ -27,7 +27,7 @@ import yaml
 
 from inference.fields import import_name
 from inference.serve import raise_open_files
-from run.config import ROOT, ConfigError, TrainConfig, load
+from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load
 from run.inputs import find_model
 from run.launch import Child, plan_servers, visible_gpus
 
@@ -119,8 +119,7 @@ class Run:
 
     def call(self, event: str, *args: Any) -> dict[str, Any]:
         """Call method `event` of each callback that has it, and merge the dicts returned."""
-        methods = (getattr(callback, event, None) for callback in self.callbacks)
-        found = [method(*args) for method in methods if method]
+        found = [getattr(c, event)(*args) for c in self.callbacks if hasattr(c, event)]
         return {key: x for returned in found for key, x in (returned or {}).items()}
 
     # ---- the `with` block
@@ -147,8 +146,13 @@ class Run:
             leave_ranks()
 
     def command(self, *words: str) -> str:
-        """This run's command with `words` in place of trial_name and mode, quoted for a shell."""
-        given = [w for w in sys.orig_argv[1:] if not w.startswith(("trial_name=", "mode="))]
+        """This run's command, quoted for a shell. The keys of `words`, trial_name and mode are
+        replaced."""
+        keys = [word.partition("=")[0] for word in (*words, "trial_name=", "mode=", "-u")]
+        keys += [alias for alias in ALIASES if ALIASES[alias] in keys]
+        given = [word for word in sys.orig_argv[1:] if word.partition("=")[0] not in keys]
+        if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
+            given[:0] = "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"
         return shlex.join([sys.executable, *given, *words])
 
 

@@ -57,7 +57,7 @@ MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("answered", X, calls.turn, "both = {self.task, hangup}", "both = {hangup}"),
     ("answered", Y, calls.turn, "self.listeners += 1", "self.listeners += 2"),
     ("tree", X, calls.turn, "        self.session.cache.discard(self.id)\n", ""),
-    ("tree", X, calls.turn, "task.cancelled() or task.exception()", "task.cancelled()"),
+    ("tree", X, calls.turn, "if not task.exception()", "if task.exception() or True"),
     ("rewards", XZ, cache, "+ gamma * fmean(", "+ fmean("),
     ("rewards", XZ, cache, "below[read].append", "below[call].append"),
     ("deadlock", X, proxy, "        del self.sessions[session.session_id]\n", ""),

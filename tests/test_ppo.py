@@ -226,7 +226,7 @@ def test_equal_rewards_teach_nothing(reward, std):
         assert by_row(single(*[(0, reward)] * size), "group", std) == [0.0] * size
 
 
-G, T = ("group", "none"), ("group", "group")
+G, T, B = ("group", "none"), ("group", "group"), ("group", "batch")
 CELLS: list[Any] = [
     # A group is its id wherever its rows are.
     ([(7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0)], G, [0.0, -0.5, -1.0, 0.5, 1.0]),
@@ -236,11 +236,7 @@ CELLS: list[Any] = [
     ([(0, 3.0), (1, -1.0)], ("none", "none"), [3.0, -1.0]),
     ([(0, 3.0), (1, -1.0)], ("none", "group"), [3.0, -1.0]),
     # It is around the mean of its cell, whatever baseline is subtracted (docs/differences.md).
-    (
-        [(0, 1.0), (0, 0.0), (1, 5.0), (1, 7.0)],
-        ("group", "batch"),
-        [0.1513, -0.1513, -0.3027, 0.3027],
-    ),
+    ([(0, 1.0), (0, 0.0), (1, 5.0), (1, 7.0)], B, [0.1513, -0.1513, -0.3027, 0.3027]),
     ([(0, 1.0), (0, 0.0), (0, 2.0)], ("none", "group"), [1.0, 0.0, 2.0]),
 ]
 
@@ -252,12 +248,15 @@ def test_an_advantage_compares_with_its_cell(rewards, levels, expected):
 
 
 def test_turns_are_compared_with_the_same_turn():
-    """Without per_turn, all turns of a group share one mean."""
+    """Without per_turn, all turns of a group share one mean. After a link, turns have numbers
+    beyond the width of a row."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = advantages_of(batch)
     found = (A[0, first][0].item(), A[0, second][0].item(), A[1, first][0].item())
     assert found == (0.5, 0.0, -0.5)
+    later = batch["turn_ids"] * batch["turn_ids"].shape[1]
+    assert torch.equal(advantages_of(batch | {"turn_ids": later}), A)
     A = advantages_of(batch, per_turn=False)
     assert A[0, first][0].item() == A[0, second][0].item() == pytest.approx(1 / 3)
 

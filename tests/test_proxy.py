@@ -418,10 +418,11 @@ async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) 
 @pytest.mark.parametrize("discard", [True, False])
 async def test_no_work_after_the_end(start: Start, discard: bool) -> None:
     """A call that is running gets status 410 and is not exported. So do later calls and rewards, or
-    404 if the session was discarded."""
+    404 if the session was discarded; then it is freed without a collection of garbage."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
+    freed = weakref.ref(harness.proxy.sessions[session])
     harness.engine.started.clear()
     harness.engine.hold = asyncio.Event()
     call, body = f"/{session}/v1/chat/completions", {"messages": HELLO}
@@ -430,13 +431,12 @@ async def test_no_work_after_the_end(start: Start, discard: bool) -> None:
     for code in (200, 404 if discard else 200):
         ended = await harness.post(f"/{session}/rl/end_session", {"discard": discard})
         assert ended.status_code == code
-        counts = {"interaction_count": 1, "rewarded_count": 0}
-        assert code == 404 or ended.json() == counts
+        assert code == 404 or ended.json() == {"interaction_count": 1, "rewarded_count": 0}
     assert (await asyncio.wait_for(running, timeout=30)).status_code == 410
     assert harness.engine.cancelled.is_set()
-    later = [await harness.post(call, body)]
-    later.append(await harness.post(f"/{session}/rl/set_reward", {"reward": 1}))
-    assert [answer.status_code for answer in later] == [404 if discard else 410] * 2
+    for path, later in ((call, body), (f"/{session}/rl/set_reward", {"reward": 1})):
+        assert (await harness.post(path, later)).status_code == (404 if discard else 410)
+    assert (freed() is None) == discard
 
 
 # ---- the process

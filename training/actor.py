@@ -139,7 +139,7 @@ class FSDPEngine:
     def gather(self, batch: Batch, pieces: list[Piece], key: str) -> Tensor:
         """Collect tokens[key] of all ranks' pieces in one tensor (B, T)."""
         whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (B, T)
-        for tokens in (piece.tokens for piece in pieces):
+        for _, tokens in pieces:
             whole[tokens["row"], tokens["column"]] = tokens[key]
         dist.all_reduce(whole)
         return whole.cpu()
@@ -171,8 +171,7 @@ class FSDPEngine:
         return [Piece(*map(self.move, piece)) for piece in pieces]
 
     def move(self, things: dict[str, Any]) -> dict[str, Any]:
-        tensors = {key: x for key, x in things.items() if isinstance(x, Tensor)}
-        return things | {key: x.to(self.device) for key, x in tensors.items()}
+        return {k: x.to(self.device) if isinstance(x, Tensor) else x for k, x in things.items()}
 
     def save(
         self, path: str | Path, dtype: torch.dtype = torch.float32, learning: bool = False
@@ -219,8 +218,7 @@ class FSDPPPOActor(FSDPEngine):
         matrices = [p for p in learning if p.dim() > 1]
         vectors = [p for p in learning if p.dim() <= 1]  # norms and biases
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        keys: Any = {"weight_decay": o.weight_decay, "fused": True}
-        self.optimizer = torch.optim.AdamW(groups, o.lr, o.betas, **keys)
+        self.optimizer = torch.optim.AdamW(groups, o.lr, o.betas, 1e-8, o.weight_decay, fused=True)
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
         """Run a frozen layer only in a piece's first pass, because its output never changes. Later
@@ -407,12 +405,14 @@ class FSDPPPOActor(FSDPEngine):
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """Send the weights as version `meta.version`, by default as the next version. Call this
         between pause and resume."""
-        meta = meta if meta.version is not None else meta.with_version(self.version + 1)
+        if meta.version is None:
+            meta = meta.with_version(self.version + 1)
         if self.written != meta.version:
             self.write_weights(meta)
-        is_disk = meta.mode == "disk"
-        keys: Any = {"dtype": self.param_dtype, "learning": self.written is not None}
-        buckets = () if is_disk else weights.named_buckets(self.model, **keys)
+        buckets: Any = ()
+        if meta.mode != "disk":
+            learning = self.written is not None
+            buckets = weights.named_buckets(self.model, self.param_dtype, learning=learning)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
         for _ in buckets:  # all ranks gather the buckets together

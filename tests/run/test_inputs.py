@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollout.executor import cycle
 from run.config import ConfigError, TrainConfig, load
 from run.inputs import Inputs, find_model, load_inputs, make_dataloader
 
@@ -77,17 +78,18 @@ def test_what_cannot_be_loaded_is_one_line(
 
 
 def test_the_order_of_the_data_is_the_seeds() -> None:
-    """A restarted run draws the same prompts again; a short dataset is repeated."""
+    """A restarted run draws the same prompts again. Each is drawn once per epoch, whether an epoch
+    is shorter than a batch or no multiple of it."""
     data = [{"n": n} for n in range(5)]
 
-    def drawn(*words: str) -> list[list[int]]:
-        loader = make_dataloader(load([*words, "train_dataset.batch_size=7"])[0], data)
-        return [[sample["n"] for sample in batch] for batch in islice(loader, 1)]
+    def drawn(*words: str, size: int = 7) -> list[int]:
+        loader = make_dataloader(load([*words, f"train_dataset.batch_size={size}"])[0], data)
+        return [sample["n"] for sample in islice(cycle(loader), 10)]
 
     assert drawn() == drawn()
     assert drawn() != drawn("seed=2")
-    assert drawn("train_dataset.shuffle=false") == [[0, 1, 2, 3, 4, 0, 1]]
-    assert {len(batch) for batch in drawn()} == {7}
+    for size in (4, 7):
+        assert drawn("train_dataset.shuffle=false", size=size) == [*range(5), *range(5)]
 
 
 def test_success_is_the_tasks() -> None:
