@@ -47,7 +47,7 @@ BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
 # After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
-CANARY_TOKENS = 32  # at most, in prompt and answer each
+CANARY_TOKENS = 32  # at most, in the prompt; an answer has 16
 CANARY_MOVE = 1e-4  # an update that moves the trainer's score further must change the answers
 LIBRARY = sysconfig.get_path("stdlib")
 
@@ -360,7 +360,7 @@ class Canary:
 
     def ask(self) -> None:
         if self.engine is not None:
-            body = probe(self.prompt, CANARY_TOKENS)
+            body = probe(self.prompt, 16)
             post, timeout = self.engine.servers.post_all, self.engine.request_timeout
             self.asked = self.thread.submit(post, "/generate", body, timeout)
 
