@@ -97,9 +97,9 @@ def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the row and the turn id of each trained turn, (N,), and the index of each trained
     token's turn, (M,). Tokens are in the order of the batch, row after row."""
     trained = batch["loss_mask"] > 0  # (B, T)
-    pairs = torch.stack([trained.nonzero()[:, 0], batch["turn_ids"][trained].long()])  # (2, M)
-    (rows, turn_ids), turn_of = torch.unique_consecutive(pairs, dim=1, return_inverse=True)
-    return rows, turn_ids, turn_of
+    key = trained.nonzero()[:, 0] * 2**32 + batch["turn_ids"][trained]  # (M,)
+    turns, turn_of = torch.unique_consecutive(key, return_inverse=True)
+    return turns // 2**32, turns % 2**32, turn_of
 
 
 def find_cells(level: str, per_turn: bool, groups: Tensor, turn_ids: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ whose tools differ from their parent's. With style concat, such a turn begins a 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message instead of two. If a text is still missing, the call is refused.
 
-With the text of a control token, a tool's result could forge a turn. So control tokens count only
-where the template or an assistant wrote them. BREAK splits up the others.
+With the text of a control token, a tool's result could forge a turn. So BREAK splits up the control
+tokens in messages that no assistant wrote. We trust the descriptions of tools.
 """
 
 import contextlib
