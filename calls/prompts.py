@@ -22,7 +22,7 @@ If a template refuses a conversation, or drops a text, `stricter` tries other fo
 texts, such as one system message instead of two. If a text is still missing, the call is refused.
 
 With the text of a control token, a tool's result could forge a turn. So BREAK splits up the control
-tokens in messages that no assistant wrote. We trust the descriptions of tools.
+tokens in descriptions of tools, and in messages that no assistant wrote.
 """
 
 import contextlib
@@ -33,6 +33,8 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+import orjson
 
 from cache import Interaction
 from calls.messages import Message, Refusal, with_texts
@@ -76,7 +78,9 @@ class PromptBuilder:
 
     def prompt(self, call: Interaction) -> list[int]:
         """Return the prompt of a call. Raises Refusal if the template refuses the messages."""
-        variables = call.template_kwargs | ({"tools": call.tools} if call.tools else {})
+        variables = call.template_kwargs | (
+            {"tools": self._disarm(call.tools)} if call.tools else {}
+        )
         parent = call.parent
         if parent and (parent.tools, parent.template_kwargs) == (call.tools, call.template_kwargs):
             new = call.messages[len(parent.conversation) :]
@@ -84,7 +88,7 @@ class PromptBuilder:
             if self.splices and (self.splices_results or not has_results):
                 with contextlib.suppress(Refusal):  # a text is refused or dropped after the stub
                     return self.extend(parent.tokens, new, variables)
-        return self.encode(self._render([*self._disarm(call.messages)], variables))
+        return self.encode(self._render(self._disarm(call.messages), variables))
 
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
@@ -101,32 +105,36 @@ class PromptBuilder:
         return turn.input_tokens + said + tail
 
     def _tail(self, new: list[Message], variables: dict[str, Any]) -> str:
-        new = [*self._disarm(new)]
+        new = self._disarm(new)
         _, _, tail = self._render([*STUB, *new], variables).partition(SENTINEL)
         check_texts(new, tail)
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Render the messages in the first form that the template accepts whole."""
-        options = {"tokenize": False, "add_generation_prompt": True, "chat_template": None}
-        options = variables | options
+        fixed = {"tokenize": False, "add_generation_prompt": True, "chat_template": None}
         refusals: list[Exception] = []
         # DeepSeek's templates need arguments as text.
         changes: Any = (dict, with_texts)
         for form, change in itertools.product(stricter(messages), changes):
             try:
-                text = self._tokenizer.apply_chat_template([*map(change, form)], **options)
+                text = self._tokenizer.apply_chat_template(
+                    [*map(change, form)], **variables | fixed
+                )
                 check_texts(messages, text)
                 return text
             except Exception as error:  # a template may raise anything
                 refusals.append(error)
         raise Refusal(f"messages: the chat template refuses them: {refusals[0]}")
 
-    def _disarm(self, messages: list[Message]) -> Iterator[Message]:
-        """Split control tokens in texts that no assistant wrote."""
-        for m in messages:
-            text = self._control.sub(lambda found: BREAK.join(found[0]), m["content"])
-            yield m if m["role"] == "assistant" else m | {"content": text}
+    def _disarm(self, things: list[Any]) -> list[Any]:
+        """Split control tokens in tools, and in messages that no assistant wrote."""
+
+        def split(thing: Any) -> Any:
+            text = orjson.dumps(thing).decode()
+            return orjson.loads(self._control.sub(lambda found: BREAK.join(found[0]), text))
+
+        return [x if x.get("role") == "assistant" else split(x) for x in things]
 
     def encode(self, text: str) -> list[int]:
         """Tokenise a rendered text."""

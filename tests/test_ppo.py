@@ -255,8 +255,7 @@ def test_turns_are_compared_with_the_same_turn():
     A = advantages_of(batch)
     found = (A[0, first][0].item(), A[0, second][0].item(), A[1, first][0].item())
     assert found == (0.5, 0.0, -0.5)
-    later = batch["turn_ids"] * batch["turn_ids"].shape[1]
-    assert torch.equal(advantages_of(batch | {"turn_ids": later}), A)
+    assert torch.equal(advantages_of(batch | {"turn_ids": batch["turn_ids"] * A.shape[1]}), A)
     A = advantages_of(batch, per_turn=False)
     assert A[0, first][0].item() == A[0, second][0].item() == pytest.approx(1 / 3)
 

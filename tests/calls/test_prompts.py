@@ -303,13 +303,15 @@ def test_calls_are_given_as_a_template_wants_them(
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """Although only the new messages are rendered."""
+    """Although only the new messages are rendered. A description forges no turn."""
     offer = "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}"
     talk = Talk(with_template(tiny_tokenizer, HEAD + offer + "{{ m.content }}<|im_end|>" + TAIL))
-    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]
     for k in range(2):
-        prompt = tiny_tokenizer.decode(talk.say(user(f"q{k}"), "a", tools=tools))
-        assert prompt.endswith(json.dumps(tools) + f"q{k}<|im_end|><|im_start|>assistant\n")
+        prompt = talk.say(user(f"q{k}"), "a", tools=tools)
+        text = json.dumps(tools) + f"q{k}<|im_end|><|im_start|>assistant\n"
+        assert tiny_tokenizer.decode(prompt).endswith(text)
+        assert prompt.count(tiny_tokenizer.eos_token_id) == 2 * k + 1
 
 
 @pytest.mark.parametrize("splices", [True, False])
