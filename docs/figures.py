@@ -267,9 +267,9 @@ def draw_timelines() -> str:
 def compared(fast: dict[str, Any], slow: dict[str, Any]) -> str:
     """Say in one sentence what the asynchronous run gained."""
     return (
-        f"asynchronous: {slow['seconds'] / fast['seconds']:.2f} times as fast, success on held-out"
-        f" problems {fast['held_out']['eval_success']:.2f} and"
-        f" {slow['held_out']['eval_success']:.2f}; the trainer waited"
+        f"asynchronous: {slow['seconds'] / fast['seconds']:.2f} times as fast; held-out success"
+        f" {fast['held_out']['eval_success']:.2f} instead of"
+        f" {slow['held_out']['eval_success']:.2f}; the trainer waited (dashed)"
         f" {fast['waiting']:.0%} of the time instead of {slow['waiting']:.0%}"
     )
 
