@@ -4,9 +4,9 @@ A call enters the tree, its answer is generated and stored there, and then the r
 agent that has read a reply can continue or reward it at once.
 
     state      event                                          then
-    running the answer arrives                            finished; stays in the tree
+    running    the answer arrives                             finished; stays in the tree
     running    the engine fails, or the session ends          failed; leaves the tree
-    running    the last waiting client hangs up            failed; the server stops generating
+    running    the last waiting client hangs up               failed; the server stops generating
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
 SDKs mark a retry with a header (x-stainless-retry-count). Without it, equal bodies are separate
@@ -78,7 +78,7 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # A task keeps its exception, and so this turn and session, until the exception is read.
+        # Until its exception is read, a cancelled task keeps it, and so this turn and its session.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return
