@@ -14,8 +14,8 @@ version of the weights that computed it:
 The pause mode says how an update interrupts the servers:
 
 - `retract` (default): a server keeps a request's tokens but drops their KV cache. After the update
-  it recomputes the cache and goes on. The engine sees one segment, which gives the version of each
-  span of tokens.
+  it recomputes the cache and goes on. The engine sees one segment, with the version of each span of
+  tokens.
 - `abort`: the server returns what it has. The engine sends the prompt and these tokens again, and
   the request waits at the server until the update is over.
 

@@ -19,7 +19,7 @@ decode step.
 
 Last come the CPU seconds of 4 groups of 8 answers to prompts of 145 tokens, as training asks for
 them: by model.generate, by the engine if it computed each prompt, and by the engine, which computes
-a group's prompt once and copies its keys. First of the prompts alone, then with the answers.
+a group's prompt once and copies its keys. The first line has one new token, so it measures prompts.
 """
 
 import argparse
@@ -66,7 +66,7 @@ URL = f"http://127.0.0.1:{PORT}"
 
 
 COUNTS = (1, 8, 32, 64)  # sequences at a time
-GROUPS, MEMBERS, SHARED = 4, 8, 145  # of the comparison of groups; tokens of a prompt
+GROUPS, MEMBERS, SHARED = 4, 8, 145  # groups, members of each, tokens of a prompt
 
 
 def build(

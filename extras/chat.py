@@ -74,9 +74,9 @@ def main(words: list[str]) -> int:
     path, kwargs = config.workflow or f"{config.task}.WORKFLOW", vars(config.workflow_kwargs)
     agent = find_agent(path)
     if agent:
-        words = [path, "--model-path", str(model), "--kwargs", json.dumps(kwargs)]
-        command = shlex.join([sys.executable, "-m", "extras.episode", *words])
-        print(f"its tools and turns: {command}")
+        command = [sys.executable, "-m", "extras.episode", path, "--model-path", str(model)]
+        command += ["--kwargs", json.dumps(kwargs)] if kwargs else []
+        print(f"its tools and turns: {shlex.join(command)}")
     key = secrets.token_urlsafe()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)

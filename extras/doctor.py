@@ -47,7 +47,7 @@ BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
 # After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
-CANARY_TOKENS = 32  # at most, in the prompt; an answer has 16
+CANARY_TOKENS, ANSWER_TOKENS = 32, 16  # at most, in the canary and in its answer
 CANARY_MOVE = 1e-4  # an update that moves the trainer's score further must change the answers
 LIBRARY = sysconfig.get_path("stdlib")
 
@@ -309,7 +309,7 @@ def no_signal_share(batch: dict[str, Tensor]) -> float:
 
 
 def adds_up_to_0(actor: Any) -> bool:
-    """Whether a group's advantages do."""
+    """Whether the advantages of a group should add up to 0."""
     is_row_mean = actor.advantages == "extras.advantages.row_mean"
     return actor.adv_norm.mean_level == "group" and not is_row_mean
 
@@ -360,7 +360,7 @@ class Canary:
 
     def ask(self) -> None:
         if self.engine is not None:
-            body = probe(self.prompt, 16)
+            body = probe(self.prompt, ANSWER_TOKENS)
             post, timeout = self.engine.servers.post_all, self.engine.request_timeout
             self.asked = self.thread.submit(post, "/generate", body, timeout)
 

@@ -53,11 +53,13 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     means = [fmean(group) for group in found if group]
     right = [round(inputs.success(group) * len(group)) if group else 0 for group in found]
     success = sum(right) / len(rewards)
+    low, high = wilson(success, prompts)
     metrics: Evaluation = {
         "eval_reward": fmean(means) if means else None,
         "eval_reward_sem": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "eval_success": success,
-        **dict(zip(("eval_success_low", "eval_success_high"), wilson(success, prompts))),
+        "eval_success_low": low,
+        "eval_success_high": high,
         "eval_episodes": len(rewards),
         "eval_rejected": len(rewards) - sum(map(len, found)),
     }

@@ -148,8 +148,8 @@ class Run:
     def command(self, *words: str) -> str:
         """This run's command, quoted for a shell. The keys of `words`, trial_name and mode are
         replaced."""
-        keys = [word.partition("=")[0] for word in (*words, "trial_name=", "mode=", "-u")]
-        keys += [alias for alias in ALIASES if ALIASES[alias] in keys]
+        keys = {"trial_name", "mode", "-u", *(word.partition("=")[0] for word in words)}
+        keys |= {alias for alias in ALIASES if ALIASES[alias] in keys}
         given = [word for word in sys.orig_argv[1:] if word.partition("=")[0] not in keys]
         if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
             given[:0] = "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"

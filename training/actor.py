@@ -218,7 +218,9 @@ class FSDPPPOActor(FSDPEngine):
         matrices = [p for p in learning if p.dim() > 1]
         vectors = [p for p in learning if p.dim() <= 1]  # norms and biases
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, o.lr, o.betas, 1e-8, o.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, o.lr, o.betas, weight_decay=o.weight_decay, fused=True
+        )
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
         """Run a frozen layer only in a piece's first pass, because its output never changes. Later

@@ -124,8 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tensor:
     """Compute `attend`, but read the n shared keys once, not once per row.
 
-    Let o1 and z1 be the output and the log-sum-exp of the scores over the shared keys, o2 and z2
-    those over a row's own keys. Then all keys together give
+    Let o1 and z1 be the output and the log-sum-exp of the scores over the shared keys. Let o2 and
+    z2 be the same over a row's own keys. Then all keys together give
 
         o = (e^z1 o1 + e^z2 o2) / (e^z1 + e^z2) = o2 + sigmoid(z1 - z2) (o1 - o2)
     """

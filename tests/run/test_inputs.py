@@ -86,9 +86,9 @@ def test_the_order_of_the_data_is_the_seeds() -> None:
         loader = make_dataloader(load([*words, f"train_dataset.batch_size={size}"])[0], data)
         return [sample["n"] for sample in islice(cycle(loader), 10)]
 
-    assert drawn() == drawn()
-    assert drawn() != drawn("seed=2")
+    assert drawn() == drawn() != drawn("seed=2")
     for size in (4, 7):
+        assert sorted(drawn(size=size)[:5]) == [*range(5)]
         assert drawn("train_dataset.shuffle=false", size=size) == [*range(5), *range(5)]
 
 
