@@ -213,8 +213,7 @@ class Proxy:
         return {}
 
     async def health(self, request: Request) -> Response:
-        sessions = len(self.sessions)
-        return reply({"status": "ok", "sessions": sessions, "capacity": self.capacity})
+        return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.capacity})
 
     # ---- who may call these methods
 

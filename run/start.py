@@ -32,6 +32,7 @@ from run.inputs import find_model
 from run.launch import Child, plan_servers, visible_gpus
 
 DEATH_SECONDS = 0.5  # after its connections close, a killed process ends within this time
+RANK_SECONDS = 60  # all ranks read the same command within this time
 
 
 def revision() -> str:
@@ -179,8 +180,9 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
             sys.exit(import_name("extras.endpoint.main")(config))
         return make(config, force=options.force)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK_SECONDS)  # let rank 0 say it: torchrun then ends this process
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -316,8 +316,7 @@ def test_what_is_no_report() -> None:
     """A title reads no answer, and a short answer is not found inside a message."""
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
-    session = session_of(*calls)
-    assert not any(call.reads for call in session.cache.values())
+    assert not any(call.reads for call in session_of(*calls).cache.values())
 
 
 # ---- parents

@@ -234,8 +234,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def forward(self, piece: Piece) -> tuple[Tensor, Tensor]:
         if self.frozen:
-            inputs = piece.inputs.values()
-            self.inputs = str([x.tolist() for x in inputs if isinstance(x, Tensor)])
+            self.inputs = str([x.tolist() for x in piece.inputs.values() if isinstance(x, Tensor)])
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:

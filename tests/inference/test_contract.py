@@ -299,8 +299,7 @@ def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     """A folder without weights is a 400, and the server keeps version and weights."""
     version, before = server.version(), server.generate(6, temperature=0.0)["output_ids"]
     body = {"model_path": str(tmp_path / "none"), "weight_version": "x"}
-    answer = server.post("/update_weights_from_disk", body)
-    assert answer.status_code == 400
+    assert server.post("/update_weights_from_disk", body).status_code == 400
     assert server.version() == version
     assert server.generate(6, temperature=0.0)["output_ids"] == before
 
