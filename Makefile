@@ -74,7 +74,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 # The lower bounds of pyproject.toml, in a folder that hides what .venv has. torch is no part of it: its bound has to be the
 # version that all other tests use.
-OLDEST = $(shell sed -nE 's/^ *"([a-z]+)>=([0-9.]+)".*/\1==\2/p' pyproject.toml)
+OLDEST = $(shell sed -nE 's/^ *"([a-z]+)(\[[a-z]+\])?>=([0-9.]+)".*/\1\2==\3/p' pyproject.toml)
 
 .venv-oldest/ready: $(VENV)/ready pyproject.toml constraints.txt
 	grep '^$(filter torch==%,$(OLDEST))\.' constraints.txt

@@ -41,8 +41,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
-
 from inference import weights
 from inference.io_struct import (
     EngineError,
@@ -82,13 +80,13 @@ class RemoteInfEngine:
     request_retries: int = 3
     key: str = ""  # the servers' API key
     hooks: Hooks | None = None
-    transport: httpx.AsyncBaseTransport | None = None  # replaces the network in tests
+    session: Any = None  # replaces the network in tests
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces time in tests
 
     def __post_init__(self) -> None:
         self._hooks = self.hooks or Hooks()
         # What changes during a run:
-        self.servers = Servers(self.addresses, self.key, self.transport)
+        self.servers = Servers(self.addresses, self.key, self.session)
         self.context_length: int | None = None  # limit of prompt plus completion
         self.proxy: Any = None  # a ProxyAddress; the proxy hears of every version
         # Starts the rollouts. rollout/executor.py sets it, and attaches submit, wait,

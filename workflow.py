@@ -47,7 +47,7 @@ from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.servers import Servers
-from inference.wire import PerLoop, many_connections
+from inference.wire import KEEPALIVE, PerLoop
 from rollout.reward import AsyncRewardWrapper, pools
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
 from rollout.workers import run_agent, within
@@ -230,7 +230,8 @@ class AgentsClient(openai.DefaultAioHttpClient):
     """All agents of an event loop share this HTTP client, so its `aclose` does nothing."""
 
     def __init__(self) -> None:
-        super().__init__(timeout=None, trust_env=False, **many_connections(sdk_http))
+        limits = sdk_http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)
+        super().__init__(timeout=None, trust_env=False, limits=limits)
 
     async def aclose(self) -> None: ...
 

@@ -18,11 +18,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
-import httpx
 import orjson
 
 from inference.io_struct import EngineError
-from inference.wire import PerLoop, make_transport
+from inference.wire import PerLoop, make_session
 
 CALL_TIMEOUT = 60.0  # seconds for a call that generates nothing
 CONNECT_TIMEOUT = 10.0
@@ -39,20 +38,15 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 class Servers:
     """A client of the servers at `addresses`, which all have the API key `key`."""
 
-    def __init__(
-        self,
-        addresses: str | Iterable[str],
-        key: str = "",
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
+    def __init__(self, addresses: str | Iterable[str], key: str = "", session: Any = None) -> None:
         addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
         self.newest = 0  # no later request may get older tokens
         self.limit = math.inf  # the trainer's version, once this process knows it
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = PerLoop(
-            lambda: httpx.AsyncClient(transport=transport or make_transport(), headers=headers)
-        )
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._session = PerLoop(lambda: session or make_session(), lambda made: made.close())
 
     async def call(
         self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
@@ -61,22 +55,24 @@ class Servers:
 
         Raises EngineError if the answer takes longer than `timeout` seconds, or is an error.
         """
-        client, method = await self._client.get(), "GET" if body is None else "POST"
-        patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
+        session = await self._session.get()
+        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+        limits = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT, sock_read=timeout)
+        request = session.request(method, url, data=data, headers=self._headers, timeout=limits)
         try:
-            response = await client.request(method, url, json=body, timeout=patience)
-        except (httpx.HTTPError, aiohttp.ClientError) as error:
-            words = f"{type(error).__name__} {error.__cause__ or error}".split()
+            async with request as response:
+                content, status = await response.read(), response.status
+        except aiohttp.ClientError as error:
+            words = f"{type(error).__name__} {error}".split()
             raise EngineError(f"{url} gave no answer: {' '.join(words)[:300]}", 503) from error
         try:
-            answer = orjson.loads(response.content or b"{}") or {}  # SGLang may answer null
+            answer = orjson.loads(content or b"{}") or {}  # SGLang may answer null
         except ValueError:
             answer = None
-        if response.status_code == 200 and isinstance(answer, dict) and answer.get("success", True):
+        if status == 200 and isinstance(answer, dict) and answer.get("success", True):
             return answer
-        said = " ".join(response.text.split())[:500]
-        status = 400 if 400 <= response.status_code < 500 else 503
-        raise EngineError(f"{url} answered {response.status_code}: {said}", status)
+        said = " ".join(content.decode(errors="replace").split())[:500]
+        raise EngineError(f"{url} answered {status}: {said}", 400 if 400 <= status < 500 else 503)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.

@@ -1,31 +1,21 @@
 """HTTP connections that are cheap enough for hundreds of requests at once.
 
-Every request in flight has its own connection, and idle ones stay open for a moment. httpx sends
-through aiohttp, whose parser is written in C.
+Every request in flight has its own connection, and idle ones stay open for a moment. httpx would
+take twice the CPU time for a request (docs/log.md, "Requests").
 """
 
 import asyncio
-import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-import httpx
-from httpx_aiohttp import AiohttpTransport
+import aiohttp
 
 KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
 
 
-def many_connections(http: Any = httpx) -> dict[str, Any]:
-    """Return a client's options. `http` is httpx, or the openai SDK's replacement for it."""
-    return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)}
-
-
-# Without the cache every new client would take 40 ms to read certificates.
-ssl_context = functools.cache(httpx.create_ssl_context)
-
-
-def make_transport() -> httpx.AsyncBaseTransport:
-    return AiohttpTransport(verify=ssl_context(), **many_connections())
+def make_session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE)
+    return aiohttp.ClientSession(connector=connector)
 
 
 class PerLoop:

@@ -98,8 +98,8 @@ def run_unit_tests() -> dict[str, int]:
 
     The large packages are imported once, and each test runs in a fork.
     """
+    import aiohttp  # noqa: F401
     import fastapi  # noqa: F401
-    import httpx_aiohttp  # noqa: F401
     import hypothesis.strategies  # noqa: F401
     import openai.types.chat  # noqa: F401
     import pytest

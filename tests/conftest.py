@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import aiohttp
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -139,6 +142,24 @@ def two_free_ports() -> int:
         port = free_port()
         with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
             return port
+
+
+class Session:
+    """An aiohttp session whose requests go to a transport of httpx."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+        self.transport = transport
+
+    @asynccontextmanager
+    async def request(self, method: str, url: str, **options: Any) -> AsyncIterator[Any]:
+        request = httpx.Request(method, url, content=options["data"], headers=options["headers"])
+        try:
+            answer = await self.transport.handle_async_request(request)
+        except httpx.TransportError as error:
+            raise aiohttp.ClientError(str(error)) from error
+        yield SimpleNamespace(status=answer.status_code, read=answer.aread)
+
+    async def close(self) -> None: ...
 
 
 def connections(transport: Any) -> tuple[int, int]:

@@ -406,8 +406,7 @@ def left_out(session: Session) -> list[str]:
 def agent(tools: Any = ()) -> list[Interaction]:
     """An agent's two turns."""
     first = turn([CODER, user("hello")], "a", tools=list(tools))
-    more = [CODER, user("hello"), said("a"), user("more")]
-    return [first, turn(more, "b", tools=list(tools))]
+    return [first, turn([CODER, user("hello"), said("a"), user("more")], "b", tools=list(tools))]
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS])
@@ -478,8 +477,7 @@ def test_a_rewarded_title_is_trained() -> None:
 
 def test_tensors_are_the_documents() -> None:
     """The documents' keys, dtypes and shapes, and 0, 0, -1 in the prompt."""
-    call = turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0)
-    tensors = call.to_tensor_dict()
+    tensors = turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0).to_tensor_dict()
     expected = {
         "input_ids": torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -508,8 +506,7 @@ def test_a_reward_set_after_the_tensors_shows() -> None:
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]
     cache.set_reward("0", 1.0)
     cache.set_last_reward(2.0)
-    tensors = leaf.to_tensor_dict()
-    assert tensors["turn_rewards"].tolist() == [[0.0, 1.0, 1.0, 0.0, 2.0, 2.0]]
+    assert leaf.to_tensor_dict()["turn_rewards"].tolist() == [[0.0, 1.0, 1.0, 0.0, 2.0, 2.0]]
     assert rows_of(cache)["1"]["rewards"] == 2.0
 
 

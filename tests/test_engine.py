@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import Session
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,8 +79,7 @@ class Script:
         await asyncio.sleep(0)
 
     def engine(self, *addresses: str, **options: Any) -> RemoteInfEngine:
-        transport = httpx.MockTransport(self)
-        options |= {"transport": transport, "sleep": self.sleep}
+        options |= {"session": Session(httpx.MockTransport(self)), "sleep": self.sleep}
         return RemoteInfEngine([*(addresses or [A])], **options)
 
     def sent(self, path: str = "/generate") -> list[dict[str, Any]]:
@@ -401,7 +401,7 @@ def test_the_proxy_learns_each_version(monkeypatch: pytest.MonkeyPatch):
         seen.append((http_request.url.host, http_request.headers["authorization"]))
         return httpx.Response(200, json={})
 
-    monkeypatch.setattr(servers, "make_transport", lambda: httpx.MockTransport(serve))
+    monkeypatch.setattr(servers, "make_session", lambda: Session(httpx.MockTransport(serve)))
     engine = Script(generated([1])).engine()
     engine.proxy = "http://p/", "k"
     engine.dispatcher = SimpleNamespace(on_new_version=lambda: seen.append("gate"))

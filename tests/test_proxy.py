@@ -49,8 +49,7 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
         return ModelResponse(request.input_ids, odd, [-1.0] * 3, [0] * 3, "length")
 
     harness.engine.agenerate = sample  # type: ignore[method-assign]
-    completion = await harness.chat(session, HELLO)
-    assert reply_message(completion)["content"] == "ab"
+    assert reply_message(await harness.chat(session, HELLO))["content"] == "ab"
     then = {"role": "user", "content": "?"}
     await harness.chat(session, [*HELLO, {"role": "assistant", "content": "ab"}, then])
     first, second = (request.input_ids for request in harness.engine.requests)

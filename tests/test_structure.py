@@ -23,8 +23,7 @@ MODULES = PATHS + BESIDE
 
 def name_of(path: Path) -> str:
     """The dotted name of a module, calls.messages, and calls for calls/__init__.py."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path: Path) -> set[str]:

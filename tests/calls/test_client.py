@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from conftest import Session
 from harness import HELLO, ScriptedEngine
 
 from calls.client import OpenAIProxyClient
@@ -33,7 +34,7 @@ async def http(proxy: Proxy) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def client(proxy: Proxy) -> OpenAIProxyClient:
     client = OpenAIProxyClient(
-        Servers("http://proxy/", "admin", httpx.ASGITransport(create_app(proxy))), "task-0"
+        Servers("http://proxy/", "admin", Session(httpx.ASGITransport(create_app(proxy)))), "task-0"
     )
     assert await client.grant_capacity() == 1
     return client

@@ -33,8 +33,7 @@ def canonical(message: Message) -> bytes:
 
 def ask(path: str = "chat/completions", find: Any = {}.get, **body: Any) -> AgentRequest:
     """Read a body, which says hello if it says nothing else."""
-    history = PROTOCOLS[path].history
-    return PROTOCOLS[path].parse({history: HELLO} | body, find)
+    return PROTOCOLS[path].parse({PROTOCOLS[path].history: HELLO} | body, find)
 
 
 def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:

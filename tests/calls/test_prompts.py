@@ -297,8 +297,7 @@ def test_calls_are_given_as_a_template_wants_them(
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
     messages = [user("q"), said("", ("f", {"a": 1})), user("r")]
     before = json.dumps(messages)
-    prompt = prompts.prompt(Interaction(messages))
-    assert f"{call}<|im_end|>" in tiny_tokenizer.decode(prompt)
+    assert f"{call}<|im_end|>" in tiny_tokenizer.decode(prompts.prompt(Interaction(messages)))
     assert json.dumps(messages) == before
 
 

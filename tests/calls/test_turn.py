@@ -190,8 +190,7 @@ async def test_what_nobody_waits_for_leaves_the_tree(start: Start, streams: bool
     first.gone.set()
     while cache_of(harness, session):
         await asyncio.sleep(0)
-    answer = await harness.post(path, body, headers=RETRY)
-    assert answer.status_code == 200
+    assert (await harness.post(path, body, headers=RETRY)).status_code == 200
     aborted.set()
     await first.rest()
     assert len(await harness.export(session)) == 1

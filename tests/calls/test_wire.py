@@ -92,8 +92,7 @@ async def test_a_client_may_change_its_tools(
     assert prompts[2][: len(prompts[1])] == prompts[1]  # the same tools: the parent's tokens
     assert prompts[1][: len(prompts[0])] != prompts[0]
     rows = await harness.export(session, style="individual", discount=0.5)
-    names = list(rows)
-    assert [row["parent"] for row in rows.values()] == [None, *names[:2]]
+    assert [row["parent"] for row in rows.values()] == [None, *list(rows)[:2]]
     assert [row["reward"] for row in rows.values()] == [0.25, 0.5, 1.0]
     assert all(sum(row["tensors"]["loss_mask"]) for row in rows.values())
 

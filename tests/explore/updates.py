@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import httpx
+import aiohttp
 
 import engine
 import inference.servers
@@ -156,7 +156,7 @@ class Wires:
         if path == "generate":
             self.world.asked += 1
         if outcome == TRAINER[1] or answer is None:
-            raise EngineError(f"{url} cannot be reached", 503) from httpx.ConnectError("refused")
+            raise EngineError(f"{url} cannot be reached", 503) from aiohttp.ClientError("refused")
         return answer
 
 

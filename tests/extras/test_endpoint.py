@@ -40,8 +40,7 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy) -> None:
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
     start = f"{proxy.proxy_addr}/rl/start_session"
     session = httpx.post(start, headers=key, json={"task_id": "t"}).json()["session_id"]
-    url = f"evaluator.base_url={proxy.proxy_addr}/{session}/v1"
-    finish(command(tmp_path, "mode=eval", url))
+    finish(command(tmp_path, "mode=eval", f"evaluator.base_url={proxy.proxy_addr}/{session}/v1"))
     found = json.loads((tmp_path / "e/t/eval.json").read_text())
     assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
 

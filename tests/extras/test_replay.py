@@ -18,6 +18,7 @@ import orjson
 import pytest
 import torch
 import yaml
+from conftest import Session
 from runs import command, finish, metrics_of, signalled
 from safetensors.torch import save_file
 from scripted import Echo, ScriptedEngine, loader
@@ -154,8 +155,8 @@ def follow(tmp_path: Path) -> Callable[..., tuple[RemoteInfEngine, Hooks, Server
         write(tmp_path / FILE, START, *facts)
         hooks = Hooks(str(write(tmp_path / "own.jsonl", START)), str(tmp_path))
         servers = Servers()
-        transport = httpx.MockTransport(servers)
-        return RemoteInfEngine(["http://a"], hooks=hooks, transport=transport), hooks, servers
+        session: Any = Session(httpx.MockTransport(servers))
+        return RemoteInfEngine(["http://a"], hooks=hooks, session=session), hooks, servers
 
     return make
 

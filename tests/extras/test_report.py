@@ -140,8 +140,7 @@ def test_an_agents_text_stays_text(folder: Path) -> None:
 
 def test_a_page_is_small(folder: Path) -> None:
     """A page has at most MAX_TOKENS tokens, and yet the rewards of all rows."""
-    batch = make_batch()
-    wide = {key: x.repeat(200, *[1] * (x.dim() - 1)) for key, x in batch.items()}
+    wide = {key: x.repeat(200, *[1] * (x.dim() - 1)) for key, x in make_batch().items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
     wide["parents"].fill_(-1)
     for step in range(8, 50):
@@ -168,8 +167,7 @@ def test_a_batch_without_a_proximal_policy(folder: Path, decoupled: bool, prox: 
     config.write_text(config.read_text().replace("actor: {", keys))
     save_batch(folder / "tokens" / "00007.safetensors", batch)
     [run] = read_page(make_page([folder]))
-    first = run["steps"][-1]["turns"][0]
-    assert first["logps"][1][0] == pytest.approx(prox, abs=1e-4)
+    assert run["steps"][-1]["turns"][0]["logps"][1][0] == pytest.approx(prox, abs=1e-4)
 
 
 # ---------------------------------------------------------------- the timeline

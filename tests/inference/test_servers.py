@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import server_process
+from conftest import Session, server_process
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,7 +63,7 @@ def test_failing_servers_are_all_named() -> None:
             return httpx.Response(200, json={"status": "ok"})
         return httpx.Response(500, text="boom")
 
-    engine = RemoteInfEngine([A, B, "http://c"], transport=httpx.MockTransport(serve))
+    engine = RemoteInfEngine([A, B, "http://c"], session=Session(httpx.MockTransport(serve)))
     names = r"http://b/pause_generation .*boom; http://c/pause_generation .*boom"
     with pytest.raises(EngineError, match=names) as caught:
         engine.pause()

@@ -108,8 +108,7 @@ def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make, accept
     """A listener hears of each event, and of the versions and rewards of a group."""
     executor, heard = make(), list[Any]()
     executor.listeners.append(lambda *event: heard.append(event))
-    workflow = Echo(fails=(0,), rejects=(1,))
-    batch = executor.prepare_batch(loader(SAMPLES), workflow, None, accept)
+    batch = executor.prepare_batch(loader(SAMPLES), Echo(fails=(0,), rejects=(1,)), None, accept)
     assert batch["rewards"].tolist() == [3.0, 4.0]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, rejected=3, failed=1)
     lives = [[event for event, i, _ in heard if i == task] for task in range(4)]

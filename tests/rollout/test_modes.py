@@ -142,8 +142,7 @@ def test_none_means_what_the_agent_set_itself(run_agent: Run) -> None:
         async def run(self, data: dict, **client: Any) -> None:
             await super().run(data, **client)
             url = client["base_url"].removesuffix("/v1") + "/rl/set_reward"
-            answer = await client["http_client"].post(url, json={"reward": 0.0})
-            assert answer.status_code == 200
+            assert (await client["http_client"].post(url, json={"reward": 0.0})).status_code == 200
 
     [group], stats = run_agent(SetsItself(lambda ids: None))
     assert group["rewards"].tolist() == [0.0]
@@ -219,8 +218,7 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(
     run_agent: Run, proxy: ProxyAddress
 ) -> None:
     """With one process, one session is open at a time."""
-    samples = [{"proxy": proxy.proxy_addr}] * 4
-    groups, _ = run_agent(mode_agents.CountsSessions, *samples, **ONE)
+    groups, _ = run_agent(mode_agents.CountsSessions, *[{"proxy": proxy.proxy_addr}] * 4, **ONE)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4
 
 

@@ -102,8 +102,7 @@ def test_a_damaged_checkpoint_means_the_one_before(
 
 def run_until(folder: Path, line: str, *words: str) -> None:
     """Start a run that kills itself (SIGKILL) when it prints `line`, and wait for its end."""
-    dies = signalled(command(folder, *SMALL, *words), line, signal.SIGKILL)
-    finish(dies, -signal.SIGKILL)
+    finish(signalled(command(folder, *SMALL, *words), line, signal.SIGKILL), -signal.SIGKILL)
 
 
 def check_lineage(folder: Path, batch: int, eta: int) -> None:

@@ -49,8 +49,7 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
         messages = [{"role": "user", "content": f"question {number}"}]
         body = {"model": "default", "messages": messages, "max_tokens": 1}
         url = f"{proxy}/{sessions[number % SESSIONS]}/v1/chat/completions"
-        answer = await servers.call(url, body, timeout=200)
-        return answer["usage"]["completion_tokens"]
+        return (await servers.call(url, body, timeout=200))["usage"]["completion_tokens"]
 
     async def ask_all() -> list[int]:
         asked = asyncio.gather(*map(ask, range(REQUESTS)))

@@ -122,8 +122,7 @@ def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
 @pytest.mark.runs
 def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> None:
     """After a wrong answer the agent asks again, and both turns are in one row."""
-    words = ["workflow=tasks.gsm8k.MathAgent", "evaluator.interval=0"]
-    train(tmp_path, tiny_model_dir, *words)
+    train(tmp_path, tiny_model_dir, "workflow=tasks.gsm8k.MathAgent", "evaluator.interval=0")
     files = (tmp_path / "e/t").glob("rollout/*/*.jsonl")
     dumps = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     assert dumps
