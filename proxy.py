@@ -229,8 +229,7 @@ class Proxy:
     async def for_agent(
         self, method: Callable[[Session, Json], Json], request: Request
     ) -> Response:
-        session = self.session_of(request)
-        return reply(method(session, read_object(await request.body())))
+        return reply(method(self.session_of(request), read_object(await request.body())))
 
 
 async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:

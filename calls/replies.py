@@ -79,8 +79,7 @@ class Chat(Reply):
         return self.head("chat.completion", choices=[choice], usage=usage)
 
     def chunk(self, delta: Json, **end: Any) -> Json:
-        choice = {"index": 0, "delta": delta} | end
-        return self.head("chat.completion.chunk", choices=[choice])
+        return self.head("chat.completion.chunk", choices=[{"index": 0, "delta": delta} | end])
 
     def opening(self) -> Json:
         return self.chunk({"role": "assistant"})
@@ -94,8 +93,7 @@ class Chat(Reply):
         if calls := delta.get("tool_calls"):
             delta["tool_calls"] = [{"index": k} | call for k, call in enumerate(calls)]
         yield self.chunk(delta)
-        end = self.chunk({}, finish_reason=choice["finish_reason"])
-        yield end | {"usage": body["usage"]}
+        yield self.chunk({}, finish_reason=choice["finish_reason"]) | {"usage": body["usage"]}
 
 
 class Responses(Reply):

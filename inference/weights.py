@@ -123,8 +123,7 @@ def send(
     body: dict[str, Any] = {"flush_cache": True, "abort_all_requests": False}
     body |= {"model_path": str(meta.directory), "weight_version": str(meta.version)}
     post_all("/update_weights_from_disk", body, timeout=UPDATE_TIMEOUT)
-    previous = meta.with_version((meta.version or 0) - 1)
-    shutil.rmtree(previous.directory, ignore_errors=True)
+    shutil.rmtree(meta.with_version((meta.version or 0) - 1).directory, ignore_errors=True)
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:

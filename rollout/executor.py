@@ -143,8 +143,7 @@ class WorkflowExecutor:
             raise ValueError(f"consumer_batch_size={expected} must equal {size}, the dataloader's")
         how = self._resolve(workflow, workflow_kwargs, should_accept_fn, group_size)
         tasks = (RolloutTask(i, sample, *how) for i, sample in self._draw(dataloader))
-        groups = self.dispatcher.active_submit_and_wait(tasks, size)
-        return trajectory.concat_padded_tensors(groups)
+        return trajectory.concat_padded_tensors(self.dispatcher.active_submit_and_wait(tasks, size))
 
     def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
         """Run one episode per sample, and return the results; None stands for a rejected or failed

@@ -322,6 +322,12 @@ ALIASES = {  # other names for keys, from AReaL's documents
     **{f"rollout.{x}": x for x in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
 }
 
+# What --help shows; --help-all shows the other keys, too.
+MAIN_KEYS = """mode task workflow callbacks seed max_steps trial_name model_path train_dataset.path
+train_dataset.batch_size gconfig.n_samples gconfig.max_new_tokens gconfig.temperature
+rollout.max_head_offpolicyness rollout.stale server.backend actor.eps_clip actor.loss
+actor.optimizer.lr evaluator.interval"""
+
 
 class ConfigError(ValueError):
     """The configuration is wrong. The message, on one line, says what to change."""
@@ -390,21 +396,25 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
-    """Return the configuration and the options of a command line. --help prints and exits.
+    """Return the configuration and the options of a command line. --help and --help-all exit.
 
     Raises ConfigError if a key is wrong.
     """
     keys = [*list_keys(TrainConfig())]
-    lines = [f"  {name}={value}\n      {key.description}" for name, value, key in keys]
+    lines = [
+        f"  {name}={value}\n      {key.description}"
+        for name, value, key in keys
+        if name in MAIN_KEYS.split() or "--help-all" in argv
+    ]
     parser = argparse.ArgumentParser(
         usage="python train.py [options | --dry-run | --replay RUN] [key=value ...]",
         epilog="\n".join(["the keys:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--help-all", action="help", help="show this message with all keys")
     help_text = "a recipe, or its name in configs/; default: demo"
     parser.add_argument("--config", action="append", metavar="FILE", help=help_text)
-    other_code = "continue a run that was started with other code"
-    parser.add_argument("--force", action="store_true", help=other_code)
+    parser.add_argument("--force", action="store_true", help="continue a run that other code began")
     parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
@@ -424,7 +434,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         if first["type"] != "extra_forbidden":
             raise ConfigError(f"{name}={first['input']!r}: {first['msg']}") from error
         near = difflib.get_close_matches(name, [known for known, _, _ in keys])
-        hint = " or ".join(map(repr, near)) or "one of --help"
+        hint = " or ".join(map(repr, near)) or "one of --help-all"
         raise ConfigError(f"unknown key {name!r}: did you mean {hint}?") from error
     return config, options
 

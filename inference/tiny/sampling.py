@@ -99,8 +99,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     # 1. logit_v -= penalty * (how often token v was generated)
     for row, sequence in zip(logits, sequences, strict=True):
         if penalty := sequence.params.frequency_penalty:
-            output = torch.tensor(sequence.output, dtype=torch.int)
-            counts = torch.bincount(output, minlength=vocab)
+            counts = torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
             row -= penalty * counts.to(row.device, non_blocking=row.is_cuda)
 
     # 2. log_softmax(logits / T); a temperature below 1e-6 is greedy, as in SGLang
