@@ -32,12 +32,12 @@ counts only the current segment's tokens. If a server fails, the engine asks the
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,7 +162,7 @@ class RemoteInfEngine:
         except (asyncio.CancelledError, EngineError):
             # The server may still be generating, because it does not notice a client's hang-up.
             abort = self.servers.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
-            with contextlib.suppress(EngineError):
+            with suppress(EngineError):
                 await asyncio.shield(abort)
             raise
         segment = parse_segment(answer)
@@ -195,7 +195,7 @@ class RemoteInfEngine:
     def take_over(self) -> None:
         """Reset servers that a killed run may have left paused, generating or in an update."""
         self.servers.post_all("/continue_generation", {})
-        with contextlib.suppress(EngineError):  # no update is open
+        with suppress(EngineError):  # no update is open
             self.servers.post_all("/end_weight_update", {})
         weights.label(self.servers.post_all, "0", abort=True)
 
@@ -235,7 +235,7 @@ class RemoteInfEngine:
         """Leave no server paused, and end the dispatcher."""
         if self._paused:
             self._paused = False
-            with contextlib.suppress(EngineError):
+            with suppress(EngineError):
                 self.servers.post_all("/continue_generation", {}, timeout=5.0)
         if self.dispatcher is not None:
             self.dispatcher.destroy()

@@ -32,11 +32,9 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"trainer": r"train\.py", "proxy": r"-m proxy\b", "server": r"inference\.tiny\.server\b"}
-BATCH, ETA, GAMES = (
-    6,
-    2,
-    20,
-)  # prompt groups in a step; largest allowed age of a group; games in a group
+BATCH = 6  # prompt groups in a step
+ETA = 2  # largest allowed age of a group
+GAMES = 20  # in a group
 
 
 def pids(run: subprocess.Popen) -> dict[str, int]:

@@ -25,13 +25,13 @@ With the text of a control token, a tool's result could forge a turn. So BREAK s
 tokens in descriptions of tools, and in messages that no assistant wrote.
 """
 
-import contextlib
 import functools
 import itertools
 import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -71,7 +71,7 @@ class PromptBuilder:
             whole = self._render([*STUB, STUB[0], said, new], {})
         except Refusal as error:
             return f"are refused ({error})"
-        with contextlib.suppress(Refusal):
+        with suppress(Refusal):
             if whole.endswith(self._tail([new], {})):
                 return SPLICED
         return "are rendered with the whole history"
@@ -86,7 +86,7 @@ class PromptBuilder:
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
             if self.splices and (self.splices_results or not has_results):
-                with contextlib.suppress(Refusal):  # a text is refused or dropped after the stub
+                with suppress(Refusal):  # a text is refused or dropped after the stub
                     return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(self._disarm(call.messages), variables))
 

@@ -6,7 +6,6 @@ the parent's id every half second. A pipe from the parent would not do, because 
 agent forks would keep it open.
 """
 
-import contextlib
 import gc
 import os
 import resource
@@ -16,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -29,7 +29,7 @@ def free_port() -> int:
     """Return a free port from 20000 to 31999, which outgoing connections do not use."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
 
@@ -73,7 +73,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     gc.set_threshold(gc.get_threshold()[0], 10, 10**9)
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))
-    with contextlib.suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
 
 

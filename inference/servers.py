@@ -58,9 +58,9 @@ class Servers:
         session = await self._session.get()
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         limits = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT, sock_read=timeout)
-        request = session.request(method, url, data=data, headers=self._headers, timeout=limits)
+        options = {"headers": self._headers, "timeout": limits, "allow_redirects": False}
         try:
-            async with request as response:
+            async with session.request(method, url, data=data, **options) as response:
                 content, status = await response.read(), response.status
         except aiohttp.ClientError as error:
             words = f"{type(error).__name__} {error}".split()
