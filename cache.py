@@ -8,7 +8,7 @@ The agent sends the whole conversation with every call, so later calls begin wit
 
 **The tree is a dict.** A finished interaction is stored under the digest of its conversation: its
 messages and its output. A new call looks up the digest of every prefix of its messages. The longest
-prefix found is its parent's conversation: A is the parent of B and C. Messages are compared in
+prefix found is the parent's conversation: A is the parent of B and C. Messages are compared in
 `canonical` form (calls/messages.py), because clients rewrite JSON.
 
 **Rewards** r(i) become final rewards R(i), from the last call to the first:
@@ -27,7 +27,7 @@ and which calls get no reward.
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
 A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. A sampled
-token is trained once, with the final reward of its own turn, even if leaves share it.
+token is trained once, even if leaves share it. It gets its own turn's final reward.
 """
 
 import copy
@@ -47,8 +47,8 @@ LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
 
 
 def finite(reward: Any, what: str = "reward") -> float:
-    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for anything
-    else, for NaN, and for a number that is too large."""
+    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for NaN, a
+    number that is too large, and anything else."""
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
@@ -102,8 +102,8 @@ class InteractionWithTokenLogpReward:
 
     @property
     def is_side(self) -> bool:
-        """Whether this is a side conversation. Calls with the same first message are alike: if any
-        has tools or a parent, none is a side conversation."""
+        """Whether this is a side conversation. Calls with the same first message are judged
+        together: if any has tools or a parent, none is a side conversation."""
         return bool(self.agents) and self.opening not in self.agents
 
     @property
@@ -148,8 +148,8 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Rebuild an interaction, with its final reward and its row. Its `parent` and `reads` are only
-    ids in `exported`, so the caller sets them (calls/client.py)."""
+    """Rebuild an interaction, with its final reward and its row. In `exported`, its `parent` and
+    `reads` are ids. The caller sets the interactions (calls/client.py)."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
@@ -170,8 +170,8 @@ EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "rewar
 
 
 def extend(digest: int, message: Message) -> int:
-    """Add `message` to a conversation's digest, which begins as 0. Collisions are unlikely:
-    Python's hash has 64 bits and a key per process."""
+    """Add `message` to a conversation's digest, which begins as 0. Python's hash has 64 bits, so
+    collisions are unlikely. Every process has its own key."""
     return hash((digest, canonical(message)))
 
 
@@ -221,8 +221,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return a finished call; without an id, the latest one outside of side conversations.
-        Raises Refusal if no call fits."""
+        """Return the finished call with this id. None means the latest outside of side
+        conversations. Raises Refusal if no call fits."""
         latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
@@ -273,9 +273,9 @@ def is_left_out(call: Interaction) -> bool:
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return a copy of each leaf. Its `row_turns` are pairs (turn, whether this row trains it). If
-    rows share a turn, the first row trains it. A copy's `parent` is the row that trains the parent
-    of its first trained turn."""
+    """Return a copy of each leaf. If rows share a turn, the first row trains it. If a copy's first
+    trained turn continues another turn, the row that trains the other becomes the copy's
+    `parent`."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

@@ -66,8 +66,8 @@ class Hooks:
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Receive the completion so far, and the error if there was one. Setting
-        response.stop_reason to "abort" asks for another segment."""
+        """Receive the completion so far, and the error, if any. Setting response.stop_reason to
+        "abort" asks for another segment."""
 
 
 @dataclass(eq=False)
@@ -213,7 +213,7 @@ class RemoteInfEngine:
         weights.send(meta, self.servers.post_all, buckets)
 
     def set_version(self, version: int) -> None:
-        """Tell the proxy that all servers have `version`, and let the gate admit more."""
+        """Tell the proxy that all servers have `version`, and let the gate admit more tasks."""
         self._version = self.servers.newest = self.servers.limit = version
         if self.proxy is not None:
             Servers(*self.proxy).post_all("/set_version", {"version": version})

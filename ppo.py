@@ -18,15 +18,15 @@ A token whose w exceeds `behave_imp_weight_cap` counts as 0 in the mean. For A <
 no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
-those of its cell: the turns of its group with the same number, such as all second turns. All tokens
-of a turn get its A.
+those of its cell. A cell holds a group's turns with the same number, such as all second turns. All
+tokens of a turn get its A.
 
 The clip does not bound u, because the gradients of other tokens still move it. The cap biases the
 gradient. There is no critic. `actor.loss` and `actor.advantages` may name other functions with the
 same arguments (extras/losses.py, extras/advantages.py).
 
-Shapes: a batch has B rows (in staleness.py, B counts groups), T columns, N trained turns and M
-trained tokens.
+Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. In staleness.py, B
+counts groups.
 """
 
 from typing import Any
@@ -64,8 +64,7 @@ def ppo_actor_loss_fn(
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Values outside `loss_mask` are ignored, even NaN.
     `denominator` is the mini-batch's number of trained tokens, so the losses of all pieces add up
-    to the mini-batch's loss. This loss does not use `sequence_ids`, the row of each token; others
-    do.
+    to the mini-batch's loss. Only other losses use `sequence_ids`, the row of each token.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)
@@ -94,8 +93,8 @@ def ppo_actor_loss_fn(
 
 
 def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row and the turn id of each trained turn, (N,), and the index of each trained
-    token's turn, (M,). Tokens are in the order of the batch, row after row."""
+    """Return the row and the turn id of each trained turn, (N,). Also return, for each trained
+    token, the index of its turn, (M,). Tokens are in the order of the batch, row after row."""
     trained = batch["loss_mask"] > 0  # (B, T)
     key = trained.nonzero()[:, 0] * 2**32 + batch["turn_ids"][trained]  # (M,)
     turns, turn_of = torch.unique_consecutive(key, return_inverse=True)

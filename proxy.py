@@ -1,7 +1,7 @@
 r"""The proxy answers agents as OpenAI or Anthropic would, and keeps sampled tokens for training.
 
-An agent needs only the URL of its session. `/v1` may be left out, and so may the id if the agent
-sends it as its API key. Paths marked (admin) need the admin key:
+An agent needs only the URL of its session. `/v1` may be left out. So may the session's id, if the
+agent sends it as its API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
@@ -233,7 +233,7 @@ class Proxy:
 
 
 async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:
-    """Write and forget one row after another, because together they can be a gigabyte of JSON."""
+    """Write each row and forget it, because all rows together can be a gigabyte of JSON."""
     yield b'{"interactions":{'
     for i, key in enumerate([*rows]):
         yield b"," * (i > 0) + orjson.dumps({key: rows.pop(key).export()})[1:-1]

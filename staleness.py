@@ -1,8 +1,8 @@
 """The staleness gate: how many prompt groups may start, and how old they can get.
 
-A group starts under one policy version; the same or a later one trains on it. The **lag** of a
-token is the version that trains on it minus the version that generated it. The **age** of a group
-is the lag of its oldest trained token, whose version is the group's `head_version`. eta
+A group starts under one policy version. The same or a later version trains on the group. The
+**lag** of a token is the version that trains on it minus the version that generated it. The **age**
+of a group is the lag of its oldest trained token, whose version is the group's `head_version`. eta
 (`max_head_offpolicyness`) bounds the age; with eta = 0 training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
@@ -22,11 +22,11 @@ would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, it reaches a
 - **wait**, the default, takes the groups that started first. *Proof:* in order of start, number the
   groups that never give their places back. When group p starts, at version s, groups 1 to p hold
   places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at version ceil(p / B) - 1 <= eta + s.
-  Its tokens have versions >= s (inference/servers.py checks this), so its age is at most eta.
+  Its tokens have versions >= s, which inference/servers.py checks. So its age is at most eta.
 - **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
   with a lag above eta out of the loss. A group's last tokens are never too old. *Proof:* number the
-  groups in order of finish. When group p ends, at version f, groups 1 to p hold places. So
-  p <= (eta + f + 1) B, and a step takes it at version eta + f at the latest. A group whose tokens
+  groups in order of finish. When group p ends, at version f, groups 1 to p hold places. So p <=
+  (eta + f + 1) B, and a step takes group p at version eta + f at the latest. A group whose tokens
   are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
@@ -134,7 +134,7 @@ class StalenessManager:
         self._stat.failed_members += count
 
     def on_version_recovered(self, version: int) -> None:
-        """Count the groups that were consumed before a restart, or the gate would admit too many
+        """Count the groups consumed before a restart. Without them the gate would admit too many
         (AReaL #1388)."""
         self._stat.accepted = version * self.consumer_batch_size
 

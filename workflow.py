@@ -13,10 +13,10 @@ calls (cache.py), or None, which rejects the episode. An episode that raises has
 base_url. The agent returns the reward of its last completion, or {completion id: reward}, or None
 if it sent its rewards over HTTP. If no completion has a reward, the episode is rejected.
 
-**Where agents run.** In mode inline all episodes share one event loop and one agent object. So
-`run` must keep an episode's state in local variables, and a blocking call (time.sleep, a
-synchronous client) delays every episode. In mode subproc each running episode has a process to
-itself, so the agent may block, but it must be picklable.
+**Where agents run.** In mode inline all episodes share one agent object, so `run` must keep an
+episode's state in local variables. They also share one event loop, so a blocking call (time.sleep,
+a synchronous client) delays every episode. In mode subproc each running episode has a process to
+itself. The agent may block there, but must be picklable.
 
 **Groups.** The members of a group run at the same time, each with its own copy of the sample.
 Example: of four members, one raises, one returns None and two make a row each. The group has two
@@ -105,7 +105,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Turn each interaction into a row. `parents` holds the parents' indices, or -1."""
+    """Turn each interaction into a row. `parents` holds the index of each row's parent, or -1."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -115,8 +115,8 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Return the row [1, L] of `turns`. Each prompt begins with all earlier tokens, and every turn
-    gets `reward`."""
+    """Return the row [1, L] of `turns`. Each turn's prompt begins with all earlier tokens. Every
+    turn gets `reward`."""
     calls = [Interaction([], model_response=x, reward=reward, turn=k) for k, x in enumerate(turns)]
     calls[-1].row_turns = [(call, True) for call in calls]
     return calls[-1].to_tensor_dict()
@@ -214,8 +214,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return concat_padded_tensors(episodes)
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> Any:
-        """Return a member's result or its exception. A SystemExit raised in a task would end the
-        event loop."""
+        """Return a member's result or its exception. It returns even SystemExit, because raising it
+        would end the event loop."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))

@@ -8,8 +8,8 @@
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
 After an exception in the block, the client asks the proxy to forget the session. Even if this
-request fails, the caller gets the original exception. No request is repeated: if a connection is
-lost, the proxy and its sessions are gone.
+request fails, the caller gets the original exception. If a connection is lost, the proxy and its
+sessions are gone. So no request is repeated.
 """
 
 import contextlib

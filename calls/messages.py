@@ -12,17 +12,17 @@ text or a list of blocks. In the Responses protocol, calls and results are items
 item becomes a small message, and the small messages of one reply are joined. The protocols' other
 fields differ only in name. Templates read reasoning from `reasoning_content`.
 
-**Equal messages.** An agent sends the whole history with every call, and its client may rewrite
-earlier replies: null for "", parts for a string, other white space in a call's JSON. So the tree
-compares only what `canonical` returns: role, text, calls (id, name, arguments) and a result's id.
-In a system message, text that matches VOLATILE does not count, because some clients change it with
-every call. Any other changed text begins a new conversation.
+**Equal messages.** When a client sends earlier replies again, it may write null for "", parts for a
+string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
+role, text, calls (id, name, arguments) and a result's id. In a system message, text that matches
+VOLATILE does not count, because some clients change it with every call. Any other changed text
+begins a new conversation.
 
 **References.** An id may stand for the history (`previous_response_id`) or for an item
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** that could change the answer are used or refused; others are ignored. Images, files
-and unknown blocks become a placeholder, because a refusal would repeat with every later call.
+and unknown blocks stay in later calls, so a refusal would repeat. They become a placeholder.
 """
 
 import contextlib

@@ -10,13 +10,13 @@ where the tail is what the chat template writes between the parent's answer and 
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
-SENTINEL. So an answer stays as it was sampled, even if the template would strip its reasoning, and
-the whole conversation is one sequence to train on.
+SENTINEL. So an answer stays as it was sampled, even if the template would strip its reasoning. The
+whole conversation is then one sequence to train on.
 
-This is right only if the tail depends on nothing but the new messages. So `PromptBuilder` first
-tests two whole conversations, one with a tool's result, because some templates write results into
-the call. If one does not end with its tail, prompts of its kind are rendered whole. So are turns
-whose tools differ from their parent's. With style concat, such a turn begins a new row.
+This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tests this
+with two conversations. The second has a tool's result, which some templates write into the call.
+If the first does not end with its tail, all prompts are rendered whole. If the second does not,
+those with new results are. So are turns whose tools differ from their parent's: new rows in concat.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message instead of two. If a text is still missing, the call is refused.
@@ -93,8 +93,8 @@ class PromptBuilder:
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
-        """The prompt that continues `turn` with the messages `new`: the turn's prompt, its output,
-        and the tail without the end marks that the output already has. Raises Refusal."""
+        """Return the prompt that continues `turn`: its prompt, its output and the tail of `new`.
+        End marks that the output already has are not repeated. Raises Refusal."""
         said, tail = turn.output_tokens, self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)
@@ -111,7 +111,7 @@ class PromptBuilder:
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        """Render the messages in the first form that the template accepts whole."""
+        """Render the messages in the first form that the template accepts without dropping text."""
         fixed = {"tokenize": False, "add_generation_prompt": True, "chat_template": None}
         refusals: list[Exception] = []
         # DeepSeek's templates need arguments as text.
@@ -209,8 +209,8 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
-    """Raise Refusal unless the rendered prompt contains every text. A text may be written as JSON,
-    and without its reasoning. Calls are not checked, because a small model's template writes
+    """Raise Refusal unless the rendered prompt contains every text. A text may be escaped as JSON,
+    and its reasoning may be missing. Calls are not checked, because a small model's template writes
     none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]

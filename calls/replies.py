@@ -8,9 +8,9 @@ rebuilds it. No text is streamed while the model writes. A stream begins with `o
     Responses         created | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
-All ids of a reply share a suffix: chatcmpl-<x> has the calls call_<x>_0 and so on, and resp_<x> has
-the items msg_<x> (text) and fc_<x>_0. Only chat completions show the model's reasoning; by default
-the vendors hide it in the other two protocols.
+All ids of a reply share a suffix <x>. In chatcmpl-<x> the calls are call_<x>_0 and so on. In
+resp_<x> they are fc_<x>_0 and so on, and the text is msg_<x>. Only chat completions show the
+model's reasoning; by default the vendors hide it in the other two protocols.
 
 Clients are strict: role, index, usage and created_at must be present. No field may be null, except
 `content` beside tool calls. Anthropic's events need an `event:` line. We always report empty

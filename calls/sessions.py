@@ -6,8 +6,8 @@
     ended      | takes no calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
-Sessions never expire, because the proxy ends with its trainer. The size of a session is bounded,
-because the proxy keeps its calls in memory, and exports them in one reply.
+Sessions never expire, because the proxy ends with its trainer. The proxy keeps a session's calls in
+memory and exports them in one reply, so their size is bounded.
 
 **Links.** A call reads the answer that it continues (cache.py). But a summary may replace a long
 history, and a sub-agent may write a report for another agent. So a call also reads the answers that
@@ -15,8 +15,8 @@ its new messages contain whole, and the calls that its header names (`Session._l
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are not trained. Such a call has no
-tools, parent or child. Its first message matches SIDE, and all calls that begin with it are like
-that. If all calls of a session are, none is a side conversation.
+tools, parent or child, and its first message matches SIDE. The same holds for all calls with this
+first message. If it holds for all calls of a session, none is a side conversation.
 """
 
 import itertools
@@ -92,7 +92,7 @@ class Session:
         self._link(call, names)
 
     def finish(self, call_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Complete a call. Now others can continue or copy its answer."""
+        """Complete a call."""
         self.cache.finish(call_id, response, output)
         call = self.cache[call_id]
         self.leaves.pop(call.parent, None)
@@ -176,7 +176,7 @@ def needle(output: list[Message]) -> str:
 
 
 def stands(said: str, text: str) -> bool:
-    """Return whether `text` has the whole answer; a short answer needs lines of its own."""
+    """Return whether `text` has the whole answer. A short answer needs lines of its own."""
     return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
 
 

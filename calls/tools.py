@@ -4,18 +4,18 @@ By default the text has the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-The text between the marks is a call if it is JSON that names an offered tool. Its arguments, if
-any, must be an object, and may be called `parameters`. The JSON is decoded from its beginning, so a
+The text between the marks is a call if it is JSON that names an offered tool. Any arguments must be
+an object, under the key `arguments` or `parameters`. The JSON is decoded from its beginning, so a
 mark inside one of its strings does not end the call. Everything else stays text, so the agent sees
-a wrong call as the model wrote it. White space is dropped around the reasoning, before a call and,
-if there are calls, at the end.
+a wrong call as the model wrote it. White space is dropped around the reasoning and before a call.
+With calls, it is also dropped at the end.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
-**Other forms.** `tool_call_parser` names a function of (text, tools), which returns the text
-outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions
-from SGLang's parsers. With such a function no call can be forced.
+**Other forms.** `tool_call_parser` names a function of (text, tools). It returns the text outside
+the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions from
+SGLang's parsers. With such a function no call can be forced.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 def split_thinking(text: str, ended: bool = False) -> tuple[str, str]:
     """Return the reasoning, and the text after it. If an answer has `ended` without closing its
-    reasoning, all of it is text, because the model skipped the reasoning that the prompt began."""
+    reasoning, the model has skipped the reasoning that the prompt began. Then the whole answer is
+    text."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -90,8 +91,8 @@ def read_call(body: str, tools: Tools) -> Json | None:
 def parse(
     text: str, tools: Tools, suffix: str, parser: Parser = split_calls, ended: bool = False
 ) -> Message:
-    """Turn a whole text into a message in the form of calls/messages.py. A call to a tool that is
-    not in `tools` stays text. Call ids contain `suffix` and a number."""
+    """Turn a whole text into a message in the form of calls/messages.py. Call ids contain `suffix`
+    and a number."""
     (reasoning, rest), calls = split_thinking(text, ended), list[Any]()
     if tools:
         try:
@@ -113,9 +114,9 @@ def parse(
 
 
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
-    """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or "".
-    With several tools the model writes the name. `begun` is the reasoning's opening mark, if the
-    prompt ends with one."""
+    """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": '. With
+    several tools the model writes the name. Return "" if no call is forced. `begun` is the
+    reasoning's opening mark, if the prompt ends with one."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:

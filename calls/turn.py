@@ -15,8 +15,8 @@ its reply. If the call has finished, its reply was lost and is sent again. If th
 nobody has read any of its answer, so the retry becomes a new call.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
-client gets an event every PROGRESS_SECONDS. Nothing is sent before the first event, so a call that
-fails earlier still gets an HTTP status.
+client gets an event every PROGRESS_SECONDS. The HTTP status is sent with the first event, so a call
+that fails earlier still gets an error status.
 
 If a client makes equal calls on purpose, the retry of one may get the reply of a newer one.
 """
@@ -85,7 +85,7 @@ class Turn:
         self.fail()
 
     def fail(self) -> None:
-        """Stop generating, and remove the call from the tree, unless it has finished."""
+        """Unless the call has finished, stop generating and remove it from the tree."""
         self.task.cancel()
         self.session.cache.discard(self.id)
 

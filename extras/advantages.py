@@ -1,7 +1,7 @@
 """Variants of the advantages for the key `actor.advantages`, and a group filter.
 
 Each variant changes what goes into ppo.compute_advantages, or what comes out. A variant calls
-`base`, so variants can be combined:
+`base`, which may be another variant:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
@@ -10,7 +10,8 @@ their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two r
 0, -1.5 and 1.5.
 
 A turn is one action, with its reward at the last token. cache.py has already added the rewards of
-later turns. So GAE stays within a turn, and a turn's KL lowers only its own return.
+later turns. So GAE stays within a turn. The KL is subtracted afterwards, so it lowers only its own
+turn's return.
 """
 
 from collections.abc import Callable
@@ -89,8 +90,8 @@ def kl_in_reward(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """R <- R - weight * the KL to the reference model, summed over the turn's tokens, as in AReaL.
-    Set ref.path to that model, and leave actor.kl_ctl at 0."""
+    """R <- R - weight * KL, as in AReaL. A turn's KL to the reference model is summed over its
+    tokens. Set ref.path to that model, and leave actor.kl_ctl at 0."""
     trained = batch["loss_mask"] > 0
     kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], kind)  # (M,)
     costs = weight / reward_scaling * torch.bincount(number_turns(batch)[2], kl)  # (N,)
@@ -123,8 +124,8 @@ def without_truncated(
 def row_mean(
     batch: Batch, *, length: int | None = None, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """Every row counts the same in the loss, as in GRPO. With `length` L every token counts
-    1 / (rows * L), however long its row is (Dr. GRPO, 2503.20783)."""
+    """Every row counts the same in the loss, as in GRPO. Dr. GRPO (2503.20783): with `length` L
+    every token counts 1 / (rows * L)."""
     # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
     # n tokens in this one.
     A = base(batch, **keys)

@@ -1,6 +1,6 @@
 """Evaluate the base model before the first step and the trained model after the last, on the same
-validation prompts. Print three conversations, before and after, and both success rates with their
-Wilson intervals and pass@k.
+validation prompts. For three prompts, print the conversation before and after. Print both success
+rates with their Wilson intervals, and pass@k.
 
     callbacks: [extras.before_after.BeforeAfter]
 

@@ -3,16 +3,15 @@
     python -m extras.chat runs/guess/NAME
 
 The command serves the newest model in checkpoints/ and reads messages until Ctrl-D. Every request
-holds the whole conversation, until an empty line begins a new one. Answers are greedy. To play the
-demo, think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
+holds the whole conversation. An empty line begins a new one. Answers are greedy. To play the demo,
+think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
 
 A small model has a small vocabulary. A message with an unknown word is not sent, because the model
-would read something else.
+would read its unknown token.
 
-If the run's agent has a method `converse(client, question)` (tasks/calculator.py), every message is
-a question to this agent, which really calls its tools. Other agents cannot chat, so the model
-answers without tools. To run the agent once, use the command printed at the start (`python -m
-extras.episode`).
+If the run's agent has a method `converse(client, question)`, it answers every message and really
+calls its tools. An example is tasks/calculator.py. Without this method, the model answers without
+tools. The command printed at the start (`python -m extras.episode`) runs the agent once.
 """
 
 import asyncio

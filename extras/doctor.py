@@ -7,12 +7,12 @@ a limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The m
 The doctor adds four metrics. One tells whether the advantages teach anything, and one whether they
 add up to 0 in each group. The other two tell whether a server has missed an update. After each
 update every server completes the same prompt (the canary), and the trainer scores the answers. A
-step can hang, so every second a thread looks for a function that blocks the event loop, and for too
-many rejected groups.
+step can hang. So every second a thread checks whether a function blocks the event loop, and whether
+too many groups are rejected.
 
-`callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
-a run that waits is slow but correct. `python -m extras.doctor runs/guess/one` checks a run
-afterwards, and exits with 1 if a rule fires, or 2 if there is no run. A rule whose metric is
+`callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run if any rule except
+`waiting` fires: a waiting run is slow but correct. `python -m extras.doctor runs/guess/one` checks
+a run afterwards, and exits with 1 if a rule fires, or 2 if there is no run. A rule whose metric is
 missing is skipped, so runs of older revisions can be checked.
 """
 
@@ -334,13 +334,12 @@ class Canary:
     """A fixed prompt, which every server completes greedily after each update.
 
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
-    weights they differ only by rounding, about 1e-6 nats in float32. So a larger difference means
-    that the weights differ. In bfloat16, rounding can hide a missed update. But then the server's
-    answer has the same bits as before, which reveals it.
+    weights they differ only by rounding, about 1e-6 nats in float32. In bfloat16, rounding can hide
+    a missed update. But a server's answer with the same bits as before reveals it.
 
     The trainer does not wait for the new answer: it scores the previous one with the new weights.
-    At the next batch, when the new answer should be there, the trainer compares its scores with the
-    server's, up to the first token that differs.
+    At the next batch the new answer should be there. Then the trainer compares its scores with the
+    server's log-probabilities, up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -381,7 +380,7 @@ class Canary:
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
     def finish(self) -> dict[str, float]:
-        """Metrics of the last update; {} if an answer is missing or is the first. All ranks call
+        """Metrics of the last update, or {} if the new or earlier answer is missing. All ranks call
         this."""
         now: list[ModelResponse] = []
         if self.asked is not None:
@@ -437,11 +436,11 @@ def cpu_seconds(thread: threading.Thread) -> float:
 def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None:
     """The call that keeps the event loop from answering, as "name (file:line)", or None.
 
-    On a starved machine every call is slow, and the code that happens to run is innocent. So we
-    must see the same call at every look for `seconds`. We count looks instead of seconds, because a
-    starved process also looks less often. Meanwhile the thread must have slept (computed for less
-    than a tenth of the time) or computed for half of `seconds`. A thread between the two is waiting
-    for a core.
+    On a starved machine every call is slow, and the code that happens to run is innocent. So every
+    look for `seconds` must find the same call. We count looks, not seconds, because a starved
+    process also looks less often. Meanwhile the thread must have computed for less than a tenth of
+    the time, as in a sleep, or for half of `seconds`. Between these limits, it was waiting for a
+    core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)
@@ -533,7 +532,7 @@ class Doctor:
 
 
 class Strict(Doctor):
-    """A doctor whose first finding ends the run, unless it is `waiting`."""
+    """A doctor that ends the run at the first finding except `waiting`."""
 
     strict = True
 

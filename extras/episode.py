@@ -4,8 +4,8 @@
 
 The command starts a proxy and, without --server URL, a small server. It calls `MyAgent().run(data)`
 as training does, and prints the tree of calls. Each call stands under the one that it continues,
-with its token counts and final reward. `tasks.guess.WORKFLOW` needs no --data, because its module
-has a dataset.
+and shows its token counts and final reward. `tasks.guess.WORKFLOW` needs no --data, because its
+module has a dataset.
 
 If one conversation appears as two trees, the agent's framework has rewritten earlier messages;
 docs/agents.md, "Two roots", says what to do.

@@ -1,16 +1,16 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-A variant calls a `base` loss with changed arguments: GSPO passes another u, truncation another w.
-By default `base` is ppo.py's loss. It can also be a variant, so a module of your own can combine
-them:
+A variant calls a `base` loss with changed arguments: GSPO changes ppo.py's ratio u, truncation its
+weight w. By default `base` is ppo.py's loss. Your own module can pass a variant instead, and so
+combine two:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
 Most variants solve one of two problems. The ratio of a single token is noisy, so `gspo` and
 `row_weight` take the ratio of a whole row. Server and trainer never agree exactly, so some tokens
 have a w far too large or too small. `icepop`, `truncate` and `reject` bound their effect. Only
-`reject` also sees whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox
-generates the row 131 times as often as pi_behav.
+`reject` also looks at whole rows. If each of 100 tokens has w = 1.05, no token looks wrong, but
+pi_prox generates the row 131 times as often as pi_behav.
 """
 
 import math
@@ -126,9 +126,9 @@ def reject(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Leave out rows whose geometric mean of w is outside 1/c to c, and rows with a token that has
-    w < veto or (log w)^2 / 2 > k2 (verl, rollout correction). The mean stays near 1 however long
-    the row is, so choose c = `geometric_mean` near 1, such as 1.01."""
+    """Leave out rows whose w is far from 1 (verl, rollout correction). Either the geometric mean is
+    outside 1/c to c (c = `geometric_mean`), or a token has w < veto or (log w)^2 / 2 > k2. The mean
+    stays near 1 however long the row is, so choose c near 1, such as 1.01."""
     mask, keys["sequence_ids"] = loss_mask.bool(), sequence_ids
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)
@@ -180,8 +180,8 @@ def row_weight(
 
 
 def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-    """Three guesses of log pi_prox (N,): pi_behav and pi_theta interpolated in log space
-    (loglinear) or in probabilities (linear), and pi_behav itself (rollout)."""
+    """Three guesses of log pi_prox (N,). `loglinear` interpolates the logarithms of pi_behav and
+    pi_theta, `linear` interpolates the probabilities, and `rollout` takes pi_behav."""
     # linear: pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     linear = torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
     between = loglinear(old_logp, theta_logp, alpha)

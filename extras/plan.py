@@ -10,8 +10,9 @@ each in float32. A frozen parameter takes 4, and a reference model adds 4. A ste
 Each frees its memory at its end, so only the largest phase counts. A server keeps the weights, and
 the keys and values of server.max_total_tokens tokens.
 
-Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB. The 16 bytes per parameter
-make 23.0, a step adds 4.6 with gradient checkpointing and 47 without, and CUDA takes 3.
+Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB with gradient checkpointing.
+The 16 bytes per parameter make 23.0, a step adds 4.6 and CUDA 3. Without checkpointing, a step adds
+47.
 
 The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py checks them to 10
 % against real layers and a real step. CUDA_BYTES is a guess.
@@ -75,8 +76,8 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
-    """Numbers of parameters: V H in the last layer, R in embedding and last layer together, P in
-    each layer between them."""
+    """Return (V H, R, P): the parameters of the last layer, of embedding and last layer together,
+    and of each layer between them."""
     last = shape.vocab_size * shape.hidden_size
     root = last if shape.tie_word_embeddings else 2 * last
     return last, root, (n - root) // shape.num_hidden_layers
@@ -112,9 +113,9 @@ def step_bytes(
 ) -> int:
     """The bytes that a step needs beyond what a rank keeps.
 
-    V is the vocabulary, H the hidden size. A layer has P parameters. Embedding and last layer have
-    R: V H if they are tied, else 2 V H. If layers are frozen, neither the embedding nor a last
-    layer tied to it has a gradient.
+    V is the vocabulary, H the hidden size. A layer has P parameters. Together, embedding and last
+    layer have R: V H if they are tied, else 2 V H. If layers are frozen, neither the embedding nor
+    a last layer tied to it has a gradient.
     """
     b, tokens, frozen = number_bytes(actor), actor.mb_tokens, actor.frozen_layers
     layers = shape.num_hidden_layers - frozen  # that learn
@@ -155,7 +156,8 @@ def estimate_rank(
 
 
 def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
-    """GiB that a server needs on each of its GPUs. SGLang uses bfloat16, a small one server.dtype.
+    """GiB that a server needs on each of its GPUs. SGLang uses bfloat16, and a small server uses
+    server.dtype.
 
     With more GPUs than key heads, several GPUs keep the same head. Raises ConfigError if the heads
     cannot be divided (SGLang, srt/models/qwen2.py).
@@ -180,7 +182,7 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if the processes on one GPU need more than `have` GiB.
 
-    Without GPUs, all processes share the machine's memory. The message names only useful remedies.
+    Without GPUs, all processes share the machine's memory.
     """
     actor, count = config.actor, config.server.count
     on_ranks = {
@@ -306,8 +308,9 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """The bytes of all saved models, of two versions for the servers, and of three checkpoints with
-    parameters and moments: the last two, and the one that is being written."""
+    """The most bytes of weights on the disk. These are all saved models, two versions for the
+    servers, and three checkpoints with parameters and moments (the last two and an unfinished
+    one)."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
     return (4 * models + 12 * 3 + 2 * number_bytes(config.actor)) * n

@@ -3,9 +3,9 @@
     python -m extras.replay runs/guess/one                all steps
     python -m extras.replay runs/guess/one --until 7      the first seven
 
-Two runs with the same seed differ, because a weight update interrupts a completion at token 57 in
-one and at token 61 in the other. All else is fixed. The seed gives the prompts and, with a call's
-name and a token's position, every random number. The small server computes the same bits for a
+Two runs with the same seed differ, because a weight update may interrupt a completion at token 57
+in one and at token 61 in the other. All else is fixed. The seed gives the prompts. Seed, call name
+and token position together give every random number. The small server computes the same bits for a
 completion, whatever else it computes and however often it is interrupted. A step depends only on
 weights and batch. So the configuration and schedule.jsonl together determine a run:
 
@@ -191,7 +191,8 @@ class Hooks(engine.Hooks):
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Record the spans so far. In a replay, stop_reason "abort" asks for the next span."""
+        """Record the spans so far. In a replay, stop_reason "abort" asks the engine for the next
+        span."""
         if task_of(req.call) is None:
             return
         fact = {"call": req.call, "prompt": digest(req.input_ids)}
@@ -252,14 +253,14 @@ def check(config: Any, folder: str) -> None:
 class Replay:
     """The callback that records a run. To replay one, it replaces `prepare_batch`.
 
-    `replaying` is the folder of the run to repeat, up to step `until`.
+    `replaying` is the folder of the run to repeat. `until` is the last step.
     """
 
     def __init__(self, config: Any, replaying: str = "", until: int | None = None) -> None:
         self.config, self.replaying, self.until = config, replaying, until
 
     def hooks(self, run: Any) -> Fact:
-        """The engine's hooks, in trainer and proxies: {class: its arguments}."""
+        """Return the engine's hooks for trainer and proxies as {class: its arguments}."""
         arguments = {"schedule": str(run.run_dir / FILE), "replay": self.replaying}
         return {"extras.replay.Hooks": arguments}
 

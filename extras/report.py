@@ -1,4 +1,4 @@
-"""Write report.html, which shows one run, or two side by side, and needs no server or network.
+"""Write report.html, a page of one run, or of two side by side. It needs no server or network.
 
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
@@ -103,7 +103,7 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
     """Sort the phases, and fill each gap over 1 ms between 0 and `last` with a new phase.
 
     Gaps are named "start" at the beginning, "not running" around a restart, "stop" at the end, and
-    "other" between two phases. If a kill interrupts a step, that leaves a gap, too.
+    "other" between two phases. A step that a kill interrupts leaves a gap, too.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -153,7 +153,7 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 def read_step(
     path: Path, keys: PPOActorConfig, budget: int, words: dict[str, str]
 ) -> Record | None:
-    """The step's groups, with turns until `budget` tokens are used up; None if the file is damaged.
+    """The step's groups, with as many turns as `budget` tokens allow, or None for a damaged file.
     The tokens' texts are added to `words`."""
     try:
         with safe_open(path, "pt") as file:

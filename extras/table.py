@@ -2,7 +2,7 @@
 
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
 narrow terminal shows only the first columns. To save room, a counter has no column until it has
-counted something. We print a conversation every SAMPLE_INTERVAL steps, and the run's first side
+counted something. Every SAMPLE_INTERVAL steps we print a conversation. We also print the first side
 conversation (calls/sessions.py). Control characters are escaped, because a model wrote the text.
 """
 
@@ -66,7 +66,7 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Any) -> Live:
-        """Display `content()` twice a second, under one lock, because two locks could deadlock."""
+        """Show `content()` twice a second, under the console's lock: two locks could deadlock."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2)
         live._lock = self._lock
         return live

@@ -1,7 +1,7 @@
 """Write trace.json, a Chrome trace for chrome://tracing, ui.perfetto.dev and the report.
 
-The trace has two tracks. On "rollout" each prompt group is a bar from start to finish, with its
-versions and rewards; points mark what became of the group. On "trainer" each step is a sequence of
+The trace has two tracks. On "rollout" each prompt group is a bar from start to finish. Points give
+the versions, the rewards and what became of the group. On "trainer" each step is a sequence of
 phases:
 
     rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)

@@ -1,7 +1,7 @@
 """Send metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
 
-Both have wandb's interface; a subclass can name another module. After a restart Trackio continues
-its record, but wandb begins another.
+Both modules have wandb's interface. A subclass of Tracker can name another. After a restart Trackio
+continues its record, but wandb begins another.
 """
 
 import importlib

@@ -2,9 +2,9 @@
 
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
-A request names every sampling parameter, because a server would take a missing one from the model's
-generation_config.json, which the trainer does not read. For every token of an answer, training
-needs its id, its log-probability under the policy that sampled it, and that policy's version:
+A server takes a missing sampling parameter from the model's generation_config.json, which the
+trainer does not read. So a request names every one. For every token of an answer, training needs
+its id, its log-probability under the policy that sampled it, and that policy's version:
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
@@ -12,7 +12,7 @@ needs its id, its log-probability under the policy that sampled it, and that pol
 
 Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
 reports only `weight_version`, the version at the end of the answer. If the finish reason has a
-status code, the request failed. Otherwise `abort` means that a pause interrupted it.
+status code, the request failed. Otherwise `abort` means that a pause interrupted the request.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
 penalty or a grammar, the server samples from another distribution, so training leaves such tokens
@@ -39,8 +39,8 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 
 class EngineError(RuntimeError):
-    """A request failed. The status is 400 if the request is wrong and must not be repeated, 502 if
-    the answer cannot be read, and mostly 503 otherwise."""
+    """A request failed. Status 400 means that the request is wrong and must not be repeated, and
+    502 that the answer cannot be read. Most other failures have 503."""
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
@@ -117,7 +117,7 @@ class ModelRequest:
 
     @property
     def affinity(self) -> str:
-        """The call's prompt group ("7" for "7-3.1" and "7.1"), or rid without a call."""
+        """Return the call's prompt group, or rid without a call. "7-3.1" and "7.1" give "7"."""
         group, _, rest = self.call.rpartition("-")
         return group or rest.partition(".")[0] or self.rid
 

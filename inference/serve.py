@@ -1,9 +1,9 @@
 """Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default, and another address only with a key. To end with its parent, it checks
-the parent's id every half second. A pipe from the parent would not do, because children that an
-agent forks would keep it open.
+binds 127.0.0.1 by default. Another address needs a key. To end with its parent, the server checks
+every half second whether its parent's id has changed. A pipe from the parent would not do, because
+children that an agent forks would keep it open.
 """
 
 import gc

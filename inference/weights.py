@@ -14,7 +14,8 @@ an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang
 If an update fails half way, some servers have version 7 and some 6. The label "7-incomplete" stays,
 and the run ends. A folder gets its name only when it is complete. In mode distributed each update
 makes its own group, so servers can come and go between updates. In NCCL a rank that joins,
-broadcasts or leaves waits for all others. So a thread asks the servers to take part.
+broadcasts or leaves waits for all others. So a thread asks the servers to take part while the
+trainer does.
 """
 
 import shutil
@@ -62,8 +63,8 @@ def named_buckets(
     `learning`, yield only those that learn.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
-    bucket empties the one before. Names and shapes are those of the checkpoint files, because
-    transformers fuses experts in memory, and servers would skip the fused names.
+    bucket empties the one before. In memory, transformers fuses experts, and servers would skip the
+    fused names. So names and shapes are those of the checkpoint files.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -161,8 +162,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Make a request to all servers in a thread while the block runs. If both fail, the request's
-    error is raised, because it may have caused the block's."""
+    """Make a request to all servers in a thread while the block runs. If both fail, this raises the
+    request's error, which may have caused the other."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:

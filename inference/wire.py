@@ -1,6 +1,6 @@
 """HTTP connections that are cheap enough for hundreds of requests at once.
 
-Every request in flight has its own connection, and idle ones stay open for a moment. httpx would
+Every request in flight has its own connection. Idle connections stay open for a moment. httpx would
 take twice the CPU time for a request (docs/log.md, "Requests").
 """
 

@@ -1,10 +1,10 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
-A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
-run as the staleness gate allows. `DispatchState` makes all decisions, without a clock, thread or
-lock. So bench/simulate.py can take the same decisions in virtual time, and tests/explore can try
-every order of events. `BatchTaskDispatcher` carries the decisions out in one event loop, where
-hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
+A training step needs B finished groups, and an episode takes seconds to minutes. So as many groups
+run at once as the staleness gate allows. `DispatchState` makes all decisions, without a clock,
+thread or lock. So bench/simulate.py can take the same decisions in virtual time, and tests/explore
+can try every order of events. `BatchTaskDispatcher` carries the decisions out in one event loop,
+where hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
 trainer's thread hands in work and waits.
 
 AReaL polls in two threads. Here `_produce` starts tasks when the gate may have opened, and `_run`
@@ -12,12 +12,12 @@ records how a task ended.
 
 The key rollout.stale says which groups form a batch. `wait` takes the B unconsumed groups that
 started first, so one slow group delays its batch. `mask` and `drop` take the groups that finished
-first, and leave out tokens or whole groups that are too old. No trained token is more than eta
-versions old: staleness.py proves this, and `take` checks it.
+first. `mask` leaves out tokens that are too old. `drop` leaves out their whole groups. No trained
+token is more than eta versions old: staleness.py proves this, and `take` checks it.
 
 If a task returns None or raises, it is rejected and another one is drawn. The run stops after
-`max_failures` exceptions in a row, or after as many rejections if no group was ever accepted. From
-then on, every call raises the reason.
+`max_failures` exceptions in a row. It also stops if as many groups are rejected before any is
+accepted. From then on, every call raises the reason.
 
 A result of wait_for_task belongs to no batch, and its age is not checked.
 """
@@ -57,7 +57,7 @@ class DispatchState:
     # ---- questions
 
     def may_start(self) -> int:
-        """How many tasks may start now; none if negative."""
+        """How many tasks may start now. A negative number means none."""
         return 0 if self.paused else self.manager.get_capacity()
 
     def in_flight(self) -> set[int]:
@@ -165,7 +165,7 @@ class DispatchState:
 class BatchTaskDispatcher:
     """Run tasks in an event loop, and return results that are not too old.
 
-    `task_factory(task)` makes the coroutine of a task, which returns a prompt group, or None to
+    `task_factory(task)` makes a task's coroutine. The coroutine returns a prompt group, or None to
     reject the task.
     """
 
@@ -194,8 +194,8 @@ class BatchTaskDispatcher:
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
         """Wait for a task. Return its result, or None if it was rejected.
 
-        The task then belongs to no batch, and its place at the gate is free. Raises TimeoutError,
-        and KeyError for an unknown id.
+        The task then belongs to no batch, and its place at the gate is free. Raises TimeoutError
+        after `timeout` seconds, KeyError for an unknown id.
         """
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 

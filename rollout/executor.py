@@ -5,20 +5,20 @@
 version 0; the first call returns four of them and leaves four for the second.
 
 A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
-When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). The
-group's tensors are completed (trajectory.py), shown to should_accept_fn, and written as text to
+When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py).
+trajectory.py completes the group's tensors. should_accept_fn sees them, and they are written as text:
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
 If a workflow returns None or raises, its sample is rejected and another one is drawn. A sample
 keeps the arguments of the `prepare_batch` call that drew it.
 
-**A restart** draws the samples again from the first, and skips the closed positions, whose samples
-were consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint
-holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again, and then 8.
+**A restart** draws the samples again from the first, but skips closed positions. Their samples were
+consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint holds
+{"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again, and then 8.
 
-If a run used two dataloaders or called `submit`, which also uses up ids, the positions are wrong
-after a restart. If other groups fill the gate, rollout_batch waits for ever.
+`submit` also uses up ids. If a run called it or used two dataloaders, the positions are wrong after
+a restart. If other groups fill the gate, rollout_batch waits for ever.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
-"""A reward is a finite number, and computing it delays no other episode.
+"""Compute a finite reward without delaying other episodes.
 
-All episodes share one event loop, and a reward computed there would stop every agent. So
-AsyncRewardWrapper runs a plain function in a process (workers.py), and kills the process at the
-time limit. Time spent waiting for a free process does not count. A coroutine function runs in the
-loop.
+A reward computed in the episodes' shared event loop would stop every agent. So AsyncRewardWrapper
+runs a plain function in a process (workers.py), and kills the process at the time limit. Time spent
+waiting for a free process does not count. A coroutine function runs in the loop.
 
-If a reward function fails, its episode fails, because a reward of 0 would mislead the policy.
+If a reward function fails, its episode fails. A reward of 0 instead would mislead the policy.
 """
 
 import functools
@@ -32,8 +31,9 @@ class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids,
     completion_ids, **data)`.
 
-    A coroutine function's exception is raised as it is, and a plain function's as RuntimeError. The
-    time limit raises TimeoutError. A plain function must be importable in another process.
+    If a plain function raises, the wrapper raises RuntimeError. A coroutine function's exception
+    passes unchanged. The time limit raises TimeoutError. A plain function must be importable in
+    another process.
     """
 
     reward_fn: Callable[..., Any]

@@ -107,7 +107,8 @@ def check_trajectory_format(traj: Any) -> None:
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Add every missing key of the table, and give the others the table's dtype. Without
-    `versions`, sampled tokens get `version`, at which the episode started: no token can be older.
+    `versions`, sampled tokens get `version`, the version at the episode's start. No token can be
+    older.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
@@ -125,8 +126,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. If a key lacks the dimension L in any trajectory, it is
-    stacked unpadded. Raises ValueError if there is no trajectory, or if keys differ.
+    Tensors [B, L, ...] are padded along L. A key whose tensor lacks the dimension L in any
+    trajectory is stacked unpadded. Raises ValueError if there is no trajectory, or if keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")

@@ -1,7 +1,7 @@
 """Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
-Such code may compute for minutes, hang or crash, and all episodes share one event loop. So a pool
-runs each call in a process that can be killed:
+Such code may compute for minutes, hang or crash. In the event loop that all episodes share, it
+would stop them. So a pool runs each call in a process that can be killed:
 
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
@@ -10,10 +10,10 @@ If the block succeeds, its process serves the next block, so global variables ke
 After an exception, a time limit or a cancellation the process is killed with its whole process
 group.
 
-A call is sent as a pickle that names the function, so the process imports the function's module,
+A call is sent as a pickle that names the function. So the process imports the function's module,
 but not the main script. A result comes back as JSON, because an agent's pickle could run code in
 the trainer. Printed output and tracebacks go to the run's standard error. Processes end with the
-trainer, and get none of its keys.
+trainer. They get none of its keys for servers and proxy.
 
 A process that has left the group (setsid) is not killed. A coroutine that ignores its cancellation
 goes on. Windows is not supported.
@@ -153,8 +153,8 @@ _runner = functools.cache(asyncio.Runner)
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Run an agent's episode. Clients that the agent makes without arguments find the session in
-    the environment, and bypass an HTTP proxy."""
+    """Run an agent's episode. Clients that the agent makes without arguments find URL and key in
+    the environment. They bypass an HTTP proxy."""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,

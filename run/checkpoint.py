@@ -4,7 +4,7 @@ recover/step00040 holds model and optimizer, and lists the prompts that steps 1 
 restart, a prompt runs again if no step has consumed its answers. So no prompt is skipped, and none
 is trained on twice. A checkpoint gets its name only when it is complete. We also keep the second
 newest, because the disk may damage the newest. sums.json has every file's checksum. On a restart,
-run/log.py removes the lines of later steps from metrics.jsonl.
+run/log.py removes from metrics.jsonl the lines of steps after the checkpoint.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ SUMS = "sums.json"
 
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
-    """Write a step's checkpoint once its line is in metrics.jsonl. All ranks call this."""
+    """Write a step's checkpoint. The step's line must already be in metrics.jsonl. All ranks call
+    this."""
     folder = run_dir / "recover"
     new, partial = folder / f"step{step:05d}", folder / "partial"
     actor.save_state(partial)

@@ -25,7 +25,8 @@ from inference.io_struct import CHECKED, GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """Return a module's file without importing it. Many import torch, which takes seconds."""
+    """Return a module's file without importing it. Many modules import torch, which takes
+    seconds."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # no such package
@@ -226,7 +227,7 @@ class TrainDatasetConfig(DatasetConfig):
 
 
 class EvaluatorConfig(Keys):
-    """Evaluations run the validation prompts, eval_gconfig.n_samples times."""
+    """Evaluations run each validation prompt eval_gconfig.n_samples times."""
 
     interval: CountOrZero = 0
     """steps between two evaluations; 0: never"""
@@ -379,7 +380,8 @@ def nest(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def rename(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replace aliases in the settings of one source. Raises ConfigError if a key has two values."""
+    """Replace aliases in the settings of a recipe or command line. Raises ConfigError if a key has
+    two values."""
     for alias, name in ALIASES.items():
         if alias in settings:
             value = settings.pop(alias)

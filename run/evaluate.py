@@ -1,8 +1,7 @@
-"""Run eval_gconfig.n_samples episodes (default: 1) per validation prompt and summarise the rewards.
-
-During training these episodes bypass the staleness gate, and use the newest weights. `python
-train.py mode=eval` evaluates a model without training; with evaluator.base_url=URL it evaluates
-another endpoint instead (extras/endpoint.py).
+"""Run the validation prompts and summarise the rewards. Each prompt gets eval_gconfig.n_samples
+episodes, by default 1. During training they bypass the staleness gate, and use the newest weights.
+`python train.py mode=eval` evaluates a model without training; with evaluator.base_url=URL it
+evaluates another endpoint instead (extras/endpoint.py).
 """
 
 import json
@@ -26,7 +25,7 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 def wilson(p: float, n: int) -> tuple[float, float]:
     """The Wilson interval of a share `p` of n samples. With a probability of 95 % it contains the
-    true share, even near 0 and 1, where p +- 1.96 sqrt(p (1 - p) / n) is wrong."""
+    true share. Near 0 and 1, the interval p +- 1.96 sqrt(p (1 - p) / n) would not."""
     # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
@@ -41,11 +40,11 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     """Return and print the metrics. An episode without a reward (None) counts as a failure, and is
-    left out of the mean reward. With n episodes per prompt, there is pass@k for k = 2, 4, 8 ... <=
-    n.
+    left out of the mean reward. With n episodes per prompt, there is pass@k for each power of two k
+    from 2 to n.
 
-    `rewards` holds n passes over all prompts. The episodes of one prompt are alike, so error and
-    interval count prompts, not episodes. They may be too wide, but not too narrow.
+    `rewards` holds n passes over all prompts. The episodes of one prompt are alike. So error and
+    interval treat a prompt as one sample. They may be too wide, but not too narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts

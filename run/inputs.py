@@ -107,10 +107,7 @@ def load_workflow(
     workflow: Any = None,
     kwargs: dict | None = None,
 ) -> Any:
-    """Make the workflow or agent: the given one, else the configured one, else the task's.
-
-    `defaults` are arguments that a workflow may take.
-    """
+    """Make the workflow or agent: the given one, else the configured one, else the task's."""
     from workflow import resolve_workflow
 
     workflow, given = workflow or config.workflow, config.workflow_kwargs | (kwargs or {})
@@ -124,7 +121,7 @@ def load_workflow(
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Return the samples of a JSONL file, a function or the task, after `prepare`."""
+    """Read the samples of a JSONL file, a function or the task, and apply `prepare`."""
     key = f"{split}_dataset.path"
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError(f"no data: set {key} to FILE.jsonl or module.function")

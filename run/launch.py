@@ -1,8 +1,8 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
-Each process has its own session, so Ctrl-C reaches only train.py, which then ends the processes. A
-process ends by itself when its parent is gone, even after `kill -9`. API keys are in the
-environment, which other users cannot read. But SGLang gets its key on the command line.
+Each process has its own Unix session, so Ctrl-C reaches only train.py. Then train.py ends the
+processes. A process ends by itself when its parent is gone, even after `kill -9`. API keys are in
+the environment, which other users cannot read. Only SGLang's key is on the command line.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are

@@ -50,9 +50,9 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
 
     For these tokens server and trainer have the same weights, so their values differ only by
-    rounding, about 1e-6 in float32. If no pass has computed pi_prox, pi_theta of the first
-    mini-batch takes its place, because no optimizer step precedes it. Without fresh tokens the
-    result is 0.
+    rounding, about 1e-6 in float32. If no pass has computed pi_prox, the first mini-batch's
+    pi_theta takes its place. It is computed before any optimizer step. Without tokens from the
+    current weights the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     key = "prox_logp" if "prox_logp" in batch else "start_logp"

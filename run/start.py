@@ -1,9 +1,9 @@
 """Begin a run, hold its parts, and end all of them.
 
-`begin` reads the command line and starts the servers before train.py imports torch, so they load
-meanwhile. Callbacks get the `Run`: configuration, processes, and the parts that train.py adds.
-Leaving its `with` block ends everything that was started, even after Ctrl-C, an exception or a
-server's death. `main` prints how to go on after a failure, and returns an exit code:
+`begin` reads the command line and starts the servers, which load while train.py imports torch.
+Callbacks get the `Run`: configuration, processes, and the parts that train.py adds. Leaving its
+`with` block ends everything that was started, even after Ctrl-C, an exception or a server's death.
+`main` prints how to go on after a failure, and returns an exit code:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -147,8 +147,8 @@ class Run:
             leave_ranks()
 
     def command(self, *words: str) -> str:
-        """This run's command, quoted for a shell. The keys of `words`, trial_name and mode are
-        replaced."""
+        """This run's command, quoted for a shell. trial_name, mode and the keys of `words` are
+        removed, then `words` are added."""
         keys = {"trial_name", "mode", "-u", *(word.partition("=")[0] for word in words)}
         keys |= {alias for alias in ALIASES if ALIASES[alias] in keys}
         given = [word for word in sys.orig_argv[1:] if word.partition("=")[0] not in keys]
@@ -164,8 +164,8 @@ COMMANDS = {"--dry-run": "extras.plan.main", "--replay": "extras.replay.main"}
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
-    --help, COMMANDS and the evaluation of another endpoint make no run: they exit here. So does a
-    wrong configuration, with one line and code 2.
+    --help, COMMANDS and the evaluation of another endpoint exit here and make no run. A wrong
+    configuration also exits here, with one line and code 2.
     """
     for option in COMMANDS.keys() & {*argv}:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))

@@ -4,15 +4,15 @@ FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the 
 optimizer, a version, and a connection to the servers. train.py shows the order of the calls.
 
 **A batch is divided twice.** First its rows go into mini-batches with about the same number of
-tokens, one for each optimizer step. Then a mini-batch is cut into pieces of at most `mb_tokens`
-tokens, one for each forward and backward pass. A piece's loss is divided by its mini-batch's number
-of trained tokens, counted over all ranks. So the gradients of the pieces add up to the
-mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
-mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
+tokens. Each optimizer step uses one mini-batch. Then a mini-batch is cut into pieces of at most
+`mb_tokens` tokens. Each forward and backward pass uses one piece. A piece's loss is divided by the
+number of trained tokens in its mini-batch, counted over all ranks. So the gradients of the pieces
+add up to the mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000
+tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
 makes the same mini-batches; only the passes are divided. The ranks' gradients add up to a single
-rank's.
+rank's gradient.
 
 **Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no
 optimizer state. No checkpoint in recover/ holds them, and only the first push sends them.
@@ -208,7 +208,7 @@ class FSDPPPOActor(FSDPEngine):
         self.inputs = ""  # of the current piece
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
-        """Load the model and make the optimizer; schedules end after `max_steps` training steps."""
+        """Load the model and make the optimizer. Schedules end after `max_steps` training steps."""
         super().initialize()
         for layer in self.frozen:
             layer.forward = partial(self.run_frozen, layer is self.frozen[-1], layer.forward)
@@ -247,7 +247,8 @@ class FSDPPPOActor(FSDPEngine):
 
     def policies(self) -> tuple[str, str]:
         """The batch's keys for log pi_prox and log pi_behav. Standard PPO has one old policy, so
-        both keys are equal. loglinear guesses pi_prox later, so its first key is a placeholder."""
+        both keys are equal. loglinear guesses pi_prox later, so the first key is then a
+        placeholder."""
         if self.config.use_decoupled_loss:
             known = self.config.prox_logp_method != "loglinear"
             return "prox_logp" if known else "logprobs", "logprobs"
@@ -307,7 +308,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
         """Make one optimizer step on a mini-batch with `count` trained tokens on all ranks.
-        `pieces` are this rank's; a `fraction` of the training step is already done."""
+        `pieces` are this rank's part. `fraction` of the training step is already done."""
         o, found = self.config.optimizer, []
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, but we want the sum.
         self.optimizer.zero_grad()

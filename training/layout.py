@@ -1,7 +1,7 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-The rows are divided into pieces. A piece is the input of one pass, and says for each trained token
-which hidden state predicts it. In every layout a token gets the same log-probability as if its row
+The rows are divided into pieces. A piece is the input of one pass. It also says which hidden state
+predicts each trained token. In every layout a token gets the same log-probability as if its row
 went through the model alone. So layouts differ only in time and memory.
 
     padded    rows of similar length are stacked, the shorter ones padded on the right. No token
@@ -11,7 +11,7 @@ went through the model alone. So layouts differ only in time and memory.
     packed    a tree that shares nothing. A GPU kernel for bfloat16 keeps the rows apart.
 
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
-hidden states; packed, 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
+hidden states. Packed, they have 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
 
 Packed rows need an attention function of their own. Kernels that ignore position_ids would silently
 let rows see each other, and a dense mask would need t^2 numbers. The function computes only full
@@ -49,8 +49,8 @@ class Piece(NamedTuple):
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Make a piece of `rows`. `states` (R, t) are the indices of the rows' hidden states; a token's
-    state predicts the next token. rows["row"] are the rows' indices in the batch."""
+    """Make a piece of `rows`. `states` (R, t) holds the index of each token's hidden state, which
+    predicts the next token. rows["row"] holds the rows' indices in the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {key: x[row, before + 1] for key, x in rows.items() if x.dim() == 2}
     tokens |= {"row": rows["row"][row], "column": before + 1}
@@ -89,7 +89,7 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
-    """Choose the layout for a model; the kernel for packed rows needs bfloat16. Raises ValueError
+    """Choose the layout for a model. The kernel for packed rows needs bfloat16. Raises ValueError
     for a model that we would silently train wrongly."""
     shape, head = model.config.get_text_config(), model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []

@@ -10,10 +10,9 @@ recomputes the logits. With hidden state h, last layer W, temperature tau and th
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096, forward and backward pass take 255 MiB instead of 11,740 (`python bench/loss.py`),
-but need four matrix products instead of three. If W is frozen, two are enough, because the forward
-pass keeps d logp / d h, (N, D). training/layout.py refuses models that scale, cap or shift their
-logits.
+With N = 4,096, both passes take 255 MiB instead of 11,740 (`python bench/loss.py`), but four matrix
+products instead of three. If W is frozen, two are enough: the forward pass also computes d logp / d
+h (N, D). training/layout.py refuses models that scale, cap or shift their logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
     """The gradient (c, V) of sum(g logp + e entropy) with respect to z; `g` and `e` are (c,). log_p
-    may be overwritten, because (c, V) tensors take most of the memory."""
+    may be overwritten, which saves another (c, V) tensor."""
     # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
     p, g = log_p.exp(), g[:, None]
     if e.any():
@@ -103,7 +102,7 @@ def token_logprobs(
     """Return the log-probabilities (N,) of the tokens `ids` (N,) and the entropies (N,) of their
     distributions, in nats and float32. Gradients flow to `hidden` (N, D) and `weight` (V, D).
 
-    The tokens were sampled at `temperatures` (N,); 0, which is greedy, counts as 1.
+    The tokens were sampled at `temperatures` (N,). Temperature 0 (greedy) counts as 1.
     """
     tau = torch.where(temperatures > 0, temperatures, 1.0)  # (N,)
     return TokenLogprobs.apply(weight, hidden, ids, tau)

@@ -1,12 +1,12 @@
 """Tree attention: a prefix that several rows share goes through the model once.
 
-Eight answers to one prompt repeat it eight times, and a conversation exported turn by turn repeats
-its beginning in every row. In a causal model the hidden state of a token depends only on the tokens
-up to it, so a prefix needs to be computed only once.
+Eight rows that answer one prompt contain it eight times. If a conversation is exported turn by
+turn, every row repeats the beginning. In a causal model the hidden state of a token depends only on
+the tokens up to it, so a prefix needs to be computed only once.
 
 The rows are sorted by their tokens. Each row adds the tokens that it does not share with the row
-before it, and the list of added tokens is the tree, depth first. The rows [a b c d], [a b e] and
-[a f] have 9 tokens, but their tree has 6:
+before it. The list of added tokens is the tree, depth first. The rows [a b c d], [a b e] and [a f]
+have 9 tokens, but their tree has 6:
 
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
@@ -18,10 +18,9 @@ before it, and the list of added tokens is the tree, depth first. The rows [a b 
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Each block of 256 queries reads only the keys that any of them can see. For more than one block in
-bfloat16 on a GPU, FlexAttention does this in one kernel, 6.7 times as fast (docs/gpu.md). Loss and
-gradients equal those of separate rows to 1e-6 and 1e-5. Rows of different mini-batches never share
-a tree.
+A block of 256 queries reads only the keys that at least one of them sees. In bfloat16 on a GPU,
+FlexAttention computes several blocks in one kernel. Then a training step is 6.7 times as fast
+(docs/gpu.md). The loss agrees with that of separate rows to 1e-6, and the gradients to 1e-5.
 """
 
 from collections.abc import Iterator

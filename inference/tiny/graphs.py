@@ -1,14 +1,14 @@
 """Steps that a GPU replays.
 
-A step copies its inputs to the GPU, and waits only once, for the drawn tokens (sampling.py). In
-between it starts kernels, most of them small. A decode of a model with 1.5B parameters has about a
+A step copies its inputs to the GPU, starts kernels, and waits once, for the drawn tokens
+(sampling.py). Most kernels are small. A decode of a model with 1.5B parameters needs about a
 thousand. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph is a
 list of kernels that is captured once and starts as one. It repeats the same kernels at the same
 addresses:
 
 - What changes from step to step lies in one tensor, which is filled anew before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.
-- Weights and keys are read where they were, so new ones are written to the same place.
+- A replay reads weights and keys at fixed addresses, so new ones are written there.
 - A step that is being captured can neither wait for the GPU nor copy from the CPU.
 """
 

@@ -13,13 +13,13 @@ microsecond, whatever its size. So q, k and v come from one product, gate and up
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
 
-*The cache* has slots of one length (`fit`), not blocks as in SGLang. So the keys of a step are a
-view of it. A prefix that two sequences share is copied once (.24 ms for 145 tokens of SmolLM2).
+*The cache* has slots of one length (`fit`), not blocks as in SGLang. So a step reads its keys as a
+view of the cache. A prefix that two sequences share is copied once (.24 ms for 145 tokens).
 
 *Bits.* On a CPU in float32, a row's logits do not depend on the other rows. But torch picks a
-kernel by the matrices' shapes, and two kernels can add in different orders. So weights are stored
-column by column (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in
-multiples of 8 tokens, and the number of keys is rounded up (`key_length`).
+kernel by the matrices' shapes, and two kernels can add in different orders. Four rules keep the
+order. Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`,
+`attend`). A prompt is fed in multiples of 8 tokens. `key_length` rounds up the number of keys.
 
 *bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
 CPU, keys that all rows share are read once (`attend_apart`). On a GPU, decodes are CUDA graphs.
@@ -74,8 +74,8 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The fields of config.json, of its rope_parameters, and of generation_config.json, which may
-    name more tokens that end a text. Raises ValueError if the model is not supported."""
+    """Return the fields of config.json, its rope_parameters and generation_config.json. The last
+    may name more tokens that end a text. Raises ValueError if the model is not supported."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -139,7 +139,8 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tenso
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w, (T, n), in the type of x; a GPU does not round its float32 sums to bfloat16."""
+    """Return x w, (T, n), in the type of x. With bfloat16 weights, a GPU does not round the float32
+    sums."""
     if x.is_cuda and w.dtype == torch.bfloat16:
         return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
     if w.dtype == torch.bfloat16:
@@ -156,15 +157,16 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def round_up_a_little(n: int, multiple: int) -> int:
-    """Return n, or up to a quarter more, so that few results are possible: ..., 64, 80, 96, 112."""
+    """Round n up to one of few results. They are multiples of `multiple` and of an eighth of the
+    next power of 2: ..., 64, 80, 96, 112."""
     return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
 def key_length(longest: int) -> int:
-    """Return `longest` rounded up: how many keys each row of a step attends to.
+    """Round `longest` up to the number of keys that each row attends to.
 
-    The attention kernel works in blocks of 512 keys. On two CPUs we saw that 256 to 448 keys in the
-    last block change the order of its sums, and so the bits. So we avoid such lengths.
+    The attention kernel works in blocks of 512 keys. On two CPUs we saw that a last block of 256 to
+    448 keys sums in another order, which changes the bits. So we avoid such lengths.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -267,8 +269,8 @@ class Model:
         return product(rms_norm(x, self.norm, self.eps), self.head)  # logits = W_head norm(x)
 
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
-        """Return (4, rows, columns) for a step's tokens: ids, positions, places in the cache, and
-        in every column the index of the row's last token."""
+        """Return a step's inputs, (4, rows, columns). They are each token's id, position and place
+        in the cache, and the index of its row's last token."""
         # Pad at the end; a prefill has a multiple of 8 columns.
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)
@@ -322,8 +324,8 @@ class Model:
     # The slots
 
     def fit(self, longest: int) -> tuple[int, int]:
-        """Return the length of slots that hold `longest` tokens, and how many fit in the cache. The
-        length is one of 64, 128, 192, 512, 640, 1024, 1536, ..., because it is a `key_length`."""
+        """Return the length of slots that hold `longest` tokens, and how many fit in the cache.
+        Because of `key_length`, the length is 64, 128, 192, 640 or a multiple of 512."""
         length = min(key_length(round_up_a_little(longest, 64)), self.positions)
         return length, min(self.most_slots, self.positions // length)
 
@@ -349,8 +351,8 @@ class Model:
         self.kv[:, :, target, :n] = self.kv[:, :, source, :n]
 
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model; a trainer that freezes layers sends only the others.
-        Raises RuntimeError, and changes nothing, if one has another size."""
+        """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
+        RuntimeError, and changes nothing, if one has another size."""
         new = {n: named[n].view_as(own) for n, own in self.weights.items() if n in named}
         for name, weight in new.items():
             self.weights[name].copy_(weight)

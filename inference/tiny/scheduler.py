@@ -1,9 +1,9 @@
 """Decide which sequences have a slot in the cache, and which of them the next step feeds.
 
-Each request becomes a sequence. It waits in the queue of its session, runs in a *slot* (one row of
-the cache of keys and values) and ends exactly once, with reason stop, length or abort. A step feeds
-tokens to running sequences. A sequence fed its last token gets a new one. Here A and B begin with
-the same 40 tokens, and C is a long prompt of another session:
+Each request becomes a sequence. It waits in the queue of its session, and runs in a *slot*, one row
+of the cache of keys and values. It ends exactly once, with reason stop, length or abort. A step
+feeds tokens to running sequences. A sequence gets a new token once its last one is fed. Here A and
+B begin with the same 40 tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits: A is about to compute 40 of B's tokens
     prefill           A computes its prompt
@@ -12,14 +12,14 @@ the same 40 tokens, and C is a long prompt of another session:
     A ends            slots B C (A)   B moved; slot 2 keeps the keys of A for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
-cache. A cache of 16,384 tokens has 85 slots of 192 or 32 of 512. When a sequence outgrows its slot,
-all slots become longer and fewer. A sequence left without one goes back to its queue, and its keys
-are computed again later. So slots grow only when needed.
+cache. A cache of 16,384 tokens has 85 slots of 192 tokens or 32 of 512 tokens. When a sequence
+outgrows its slot, all slots become longer and fewer. A sequence that loses its slot goes back to
+its queue, and its keys are computed again later. To avoid this, slots grow only when needed.
 
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
-are taken, a session running at least two more than a waiting session gives up a slot. So a session
-with many long sequences does not shut out the others. If a sequence needs more room than is left,
-it waits, and so do those behind it in its session. Other sessions overtake it.
+are taken, a session that runs at least two sequences more than a waiting one gives up a slot. So a
+session with many long sequences does not shut out the others. If a sequence needs more room than is
+left, it waits, and so do those behind it in its session. Other sessions overtake it.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
@@ -197,8 +197,8 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Make room for the waiting session that runs the fewest: send back sequences of sessions
-        that run at least two more."""
+        """Make room for the waiting session that runs the fewest sequences. Send back sequences of
+        sessions that run at least two more."""
         if self.n == len(self.slots):  # shorten the slots to twice the longest sequence
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))

@@ -1,23 +1,23 @@
-"""A small inference server with SGLang's protocol, so that a client can use either server.
+"""A small inference server with SGLang's protocol.
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
-Everything happens in one thread: the routes and the steps take turns in the asyncio loop. A route
-reads or changes the scheduler only between two steps. So nothing needs a lock, and a small model's
-steps do not compete with the routes for Python's global lock. But /health and /abort_request wait
-for the running step: at most 512 tokens of prompts, or one token per sequence. Only new weights are
-read in another thread.
+Everything happens in one thread: the routes and the steps take turns in the asyncio loop. So a
+small model's steps do not compete with the routes for Python's global lock. A route reads or
+changes the scheduler only between two steps, so nothing needs a lock. But /health and
+/abort_request wait for the running step, which feeds at most 512 prompt tokens, or one token per
+sequence. Only new weights are read in another thread.
 
 A route ignores unknown fields of a body, as SGLang does. But it refuses an unknown sampling
 parameter, because ignoring one would change the tokens' distribution. It also refuses a request
 that the server could not complete.
 
 A request's tokens and logprobs depend only on its prompt, its sampling_params and the weights. In
-bfloat16 or on a GPU, other requests also change the rounding. New weights are loaded between two
-steps, and running requests go on with them. A client that hangs up does not end its request;
-/abort_request does. Not supported: streams, texts, several prompts in one request, logprobs of
-prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a process
-group.
+bfloat16 or on a GPU, they also depend on other requests, which change the rounding. New weights are
+loaded between two steps, and running requests go on with them. A client that hangs up does not end
+its request; /abort_request does. Not supported: streams, texts, several prompts in one request,
+logprobs of prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a
+process group.
 """
 
 import argparse
