@@ -284,7 +284,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                     await client.set_reward(interaction_id, reward)
             elif rewards is not None:
                 await client.set_last_reward(rewards)
-        options = self.discount, self.export_style, self.compaction
+        options = float(self.discount), self.export_style, self.compaction
         interactions = await client.export_interactions(*options)
         # Side conversations, which have no reward, come first: the last row must have the
         # episode's reward.

@@ -43,9 +43,7 @@ class Servers:
         self.addresses = [address.rstrip("/") for address in addresses]
         self.newest = 0  # no later request may get older tokens
         self.limit = math.inf  # the trainer's version, once this process knows it
-        self._headers = {"content-type": "application/json"}
-        if key:
-            self._headers["authorization"] = f"Bearer {key}"
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = PerLoop(lambda: session or make_session(), lambda made: made.close())
 
     async def call(
@@ -56,13 +54,13 @@ class Servers:
         Raises EngineError if the answer takes longer than `timeout` seconds, or is an error.
         """
         session = await self._session.get()
-        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
-        limits = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT, sock_read=timeout)
+        method = "GET" if body is None else "POST"
+        limits = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
         options = {"headers": self._headers, "timeout": limits, "allow_redirects": False}
         try:
-            async with session.request(method, url, data=data, **options) as response:
+            async with session.request(method, url, json=body, **options) as response:
                 content, status = await response.read(), response.status
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             words = f"{type(error).__name__} {error}".split()
             raise EngineError(f"{url} gave no answer: {' '.join(words)[:300]}", 503) from error
         try:

@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
+import orjson
 
 KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
 
 
 def make_session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE)
-    return aiohttp.ClientSession(connector=connector)
+    return aiohttp.ClientSession(connector=connector, json_serialize_bytes=orjson.dumps)
 
 
 class PerLoop:

@@ -6,7 +6,7 @@ version 0; the first call returns four of them and leaves four for the second.
 
 A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
 When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py).
-trajectory.py completes the group's tensors. should_accept_fn sees them, and they are written as text:
+trajectory.py completes the group's tensors. should_accept_fn sees them. Their text goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 

@@ -180,8 +180,8 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
             sys.exit(import_name("extras.endpoint.main")(config))
         return make(config, force=options.force)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(RANK_SECONDS)  # let rank 0 say it: torchrun then ends this process
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(RANK_SECONDS)  # let rank 0 say it: torchrun then ends the others
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

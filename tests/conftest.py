@@ -152,7 +152,7 @@ class Session:
 
     @asynccontextmanager
     async def request(self, method: str, url: str, **options: Any) -> AsyncIterator[Any]:
-        request = httpx.Request(method, url, content=options["data"], headers=options["headers"])
+        request = httpx.Request(method, url, json=options["json"], headers=options["headers"])
         try:
             answer = await self.transport.handle_async_request(request)
         except httpx.TransportError as error:

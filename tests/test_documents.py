@@ -329,8 +329,7 @@ async def test_the_listing_of_the_proxy_workflow(proxy: ProxyAddress):
 
 async def test_the_table_of_endpoints(start: Callable[..., Harness]):
     """The rows of the page's table are, in its order, the life of a session, and each works."""
-    found = re.findall(r"Body: (\{.*\})", read(AGENT))
-    last, one, export = map(ast.literal_eval, found)
+    last, one, export = map(ast.literal_eval, re.findall(r"Body: (\{.*\})", read(AGENT)))
     bodies: dict[str, list[dict[str, Any]]] = {
         "/grant_capacity": [{}],
         "/rl/start_session": [{"task_id": "task"}],

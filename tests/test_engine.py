@@ -100,8 +100,7 @@ async def test_spans_within_one_answer():
     """In mode `retract` an interrupted request has one answer, whose spans say where the weights
     changed."""
     script = Script(generated([5, 6, 7, 8, 9], spans=[(3, 2), (4, 3)]))
-    response = await script.engine().agenerate(request())
-    assert response.output_versions == [3, 3, 4, 4, 4]
+    assert (await script.engine().agenerate(request())).output_versions == [3, 3, 4, 4, 4]
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8))
@@ -139,8 +138,7 @@ async def test_abort_that_spent_the_budget_is_length():
 async def test_empty_aborts_are_no_storm():
     """After each abort without a new token the engine waits."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
-    response = await script.engine().agenerate(request())
-    assert response.output_tokens == [9]
+    assert (await script.engine().agenerate(request())).output_tokens == [9]
     assert script.slept == [0.5] * 40
 
 

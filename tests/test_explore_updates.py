@@ -63,5 +63,4 @@ def test_a_planted_error_is_found_by_name(
     servers, _, engine, train = with_mutant(
         (SERVERS, WEIGHTS, ENGINE, TRAIN), module, line, changed
     )
-    modules = {"servers": servers, "engine": engine, "train": train}
-    find_error(UpdateMachine(bounds, modules), name)
+    find_error(UpdateMachine(bounds, {"servers": servers, "engine": engine, "train": train}), name)

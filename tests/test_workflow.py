@@ -316,8 +316,7 @@ async def test_a_full_context_ends_the_conversation(
         return await workflow.arun_episode(real_engine, {"messages": messages, "answer": "\0"})
 
     traj = await ask(900)
-    turns = int(traj["turn_ids"].max()) + 1
-    assert 2 <= turns < 100
+    assert 1 <= int(traj["turn_ids"].max()) < 99
     assert traj["rewards"].tolist() == [0.0]
     assert traj["input_ids"].shape[1] <= 2048
     with pytest.raises(EngineError, match="prompt is too long: 2067 tokens > 2048"):

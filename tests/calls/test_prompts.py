@@ -162,8 +162,7 @@ def test_a_template_that_needs_the_call_of_a_result_is_rendered_in_full(
     called = said("", ("f", {}))
     cache.enter("a", Interaction([user("q")]))
     cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [called])
-    result = {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}
-    messages = [user("q"), called, result]
+    messages = [user("q"), called, {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert prompts.prompt(cache.enter("b", Interaction(messages))) == full
     assert written in tokenizer.decode(full)

@@ -392,8 +392,7 @@ class World(engine.Hooks):
 
     @property
     def is_goal(self) -> bool:
-        answered = self.request is not None and self.request.done()
-        return self.trainer_ended and answered
+        return self.trainer_ended and self.request is not None and self.request.done()
 
 
 @dataclass(eq=False)

@@ -103,8 +103,7 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind, scaling):
 
 def test_the_overlong_penalty_is_a_ramp():
     """0 up to limit - margin, -factor at the limit, linear between."""
-    lengths = [1, 6, 7, 8, 10, 12]
-    batch = make_batch(*((0, [(1.0, n, True)]) for n in lengths))
+    batch = make_batch(*((0, [(1.0, n, True)]) for n in (1, 6, 7, 8, 10, 12)))
     A = overlong(batch, limit=10, margin=4, factor=0.5, **PLAIN)
     assert per_row(A, batch) == [1 + x for x in (0, 0, -0.125, -0.25, -0.5, -0.5)]
 

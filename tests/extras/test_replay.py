@@ -360,8 +360,7 @@ def test_the_first_different_step_is_told_with_its_size(tmp_path: Path) -> None:
 def test_another_code_or_configuration_is_refused(tmp_path: Path, monkeypatch) -> None:
     """The message names what differs. A run without a finished step has nothing to repeat."""
     words = ["--config", str(tmp_path / "config.yaml")]
-    recorded = load(["train_dataset.batch_size=1", "fileroot=elsewhere"])[0]
-    keys = recorded.model_dump(mode="json")
+    keys = load(["train_dataset.batch_size=1", "fileroot=elsewhere"])[0].model_dump(mode="json")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(keys))
     monkeypatch.setattr(replay, "facts", lambda: CODE)
 

@@ -250,8 +250,7 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path, capsys, words: list[str]) ->
 
 def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys) -> None:
     """The page of two folders is written into the first one, under the name of the second."""
-    other = shutil.copytree(folder, tmp_path / "other")
-    assert main([str(folder), str(other)]) == 0
+    assert main([str(folder), str(shutil.copytree(folder, tmp_path / "other"))]) == 0
     path = folder / "beside-other.html"
     assert capsys.readouterr().out.strip() == str(path)
     assert [run["name"] for run in read_page(path.read_text())] == ["e/t", f"{tmp_path.name}/other"]

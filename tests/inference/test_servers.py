@@ -7,7 +7,7 @@ kills a real one that is generating.
 import asyncio
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,28 @@ def test_failing_servers_are_all_named() -> None:
 
 
 LONG = 900  # tokens of a completion that is still running when its server is killed
+
+
+HALF, REDIRECT = b"200 OK\r\ncontent-length: 9", b"302 Found\r\nlocation: /\r\ncontent-length: 0"
+
+
+@pytest.mark.parametrize("head", [HALF, REDIRECT])
+def test_a_strange_answer_is_an_engine_error(head: bytes) -> None:
+    """Half an answer is not waited for, and a redirect is not followed."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            await reader.readuntil(b"{}")
+            writer.write(b"HTTP/1.1 " + head + b"\r\n\r\n")
+            await reader.read()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(EngineError, match=f"^{url} "):
+                await Servers(url).call(url, {}, timeout=1.0)
+
+    asyncio.run(ask())
 
 
 @pytest.mark.runs

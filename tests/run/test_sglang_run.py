@@ -91,8 +91,7 @@ def recipe(model_dir: Path) -> list[str]:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs start SGLang by the launcher that makes it run without a GPU."""
-    start = f"{SGLANG} {ROOT}/tests/sglang_cpu/launch.py"
-    monkeypatch.setenv("POCKET_AREAL_SGLANG", start)
+    monkeypatch.setenv("POCKET_AREAL_SGLANG", f"{SGLANG} {ROOT}/tests/sglang_cpu/launch.py")
     monkeypatch.setattr("runs.WITH_TEST_MODULES", {**os.environ, "PYTHONPATH": str(ROOT / "tests")})
 
 

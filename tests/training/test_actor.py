@@ -89,8 +89,7 @@ def test_compute_logp_reads_no_prompt_through_the_last_layer(make_actor, layout)
     batch, actor = make_batch(), make_actor(mb_tokens=40, layout=layout)
     with Products() as products:
         actor.compute_logp(batch)
-    vocabulary = actor.model.config.vocab_size
-    rows = [len(out) for out in products.results if out.shape[1] == vocabulary]
+    rows = [len(out) for out in products.results if out.shape[1] == actor.model.config.vocab_size]
     assert sum(rows) == batch["loss_mask"].sum()
 
 

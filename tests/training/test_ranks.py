@@ -274,7 +274,7 @@ def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(late)
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
     options["env"] = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(torchrun(2, "train.py", "seeed=2"), **options)
+    done = subprocess.run(torchrun(2, "--local-ranks-filter=0", "train.py", "seeed=2"), **options)
     assert done.stderr.count("error: unknown key 'seeed'") == 1
     assert "SIGABRT" not in done.stderr
     assert 'train.py", line' not in done.stderr
