@@ -79,7 +79,7 @@ OLDEST = $(shell sed -nE 's/^ *"([a-z]+)(\[[a-z]+\])?>=([0-9.]+)".*/\1\2==\3/p' 
 .venv-oldest/ready: $(VENV)/ready pyproject.toml constraints.txt
 	grep '^$(filter torch==%,$(OLDEST))\.' constraints.txt
 	rm -rf .venv-oldest && mkdir .venv-oldest
-	grep -vE '^(transformers|aiohttp|openai|rich)==' constraints.txt >.venv-oldest/constraints.txt
+	grep -vE '^(transformers|aiohttp|multidict|openai|rich)==' constraints.txt >.venv-oldest/constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt --target .venv-oldest $(filter-out torch==%,$(OLDEST))
 	@touch $@
 
