@@ -272,7 +272,7 @@ def _schema(form: Json) -> Json:
 
 
 def _tools(body: Json) -> list[Json]:
-    """The body's functions. Other tools, like web_search, are ignored."""
+    """The body's functions. Other tools, such as web_search, are ignored."""
     tools = []
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, "function") and "input_schema" not in raw:

@@ -7,7 +7,7 @@
     forgotten  | exported, or discarded because its episode has failed
 
 Sessions never expire, because the proxy ends with its trainer. The proxy keeps a session's calls in
-memory and exports them in one reply, so their size is bounded.
+memory and exports them in one reply, so we limit their size.
 
 **Links.** A call reads the answer that it continues (cache.py). But a summary may replace a long
 history, and a sub-agent may write a report for another agent. So a call also reads the answers that
@@ -68,7 +68,8 @@ class Session:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
 
     def receive(self, size: int) -> None:
-        """Count a part of a call's body. Raises Refusal if the session has ended or is full."""
+        """Add a part of a call's body to the session's size. Raises Refusal if the session has
+        ended or is full."""
         self.check_open()
         self.size += size
         if self.size > MAX_BYTES or self.calls >= MAX_CALLS:
@@ -151,7 +152,7 @@ def newest(calls: list[Interaction]) -> list[Interaction]:
 
 
 def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
-    """Return the calls, and all that they have read."""
+    """Return the calls, and all calls whose answers they have read."""
     found, new = set[Interaction](), set(calls)
     while new:
         found |= new

@@ -113,9 +113,9 @@ def step_bytes(
 ) -> int:
     """The bytes that a step needs beyond what a rank keeps.
 
-    V is the vocabulary, H the hidden size. A layer has P parameters. Together, embedding and last
-    layer have R: V H if they are tied, else 2 V H. If layers are frozen, neither the embedding nor
-    a last layer tied to it has a gradient.
+    V is the vocabulary, H the hidden size. A layer has P parameters. The embedding and the last
+    layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
+    neither the embedding nor a last layer tied to it has a gradient.
     """
     b, tokens, frozen = number_bytes(actor), actor.mb_tokens, actor.frozen_layers
     layers = shape.num_hidden_layers - frozen  # that learn
@@ -319,7 +319,8 @@ def weights_on_disk(config: TrainConfig, n: int) -> int:
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
     """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB.
 
-    Raises ConfigError for a run that cannot work. If memory is lacking, the table is printed first.
+    Raises ConfigError for a run that cannot work. If there is too little memory, the table is
+    printed before that.
     """
     names = visible_gpus() if gpus is None else [str(k) for k in range(gpus)]
     task = importlib.import_module(config.task) if config.task else None

@@ -66,7 +66,7 @@ def read_timeline(records: list[Record]) -> Record:
     """Return the parts of a trace. Times are seconds since its first record.
 
     phases: [name, begin, duration], without gaps. weights: [time, version]. groups: {task, lane,
-    begin, end, used, state, versions, reward}; at `used`, a step consumed the group.
+    begin, end, used, state, versions, reward}; `used` is when a step consumed the group.
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []

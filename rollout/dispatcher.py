@@ -200,8 +200,7 @@ class BatchTaskDispatcher:
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, tasks: Iterator[Any], batch_size: int) -> list[Any]:
-        """Return a batch, and draw enough of the endless `tasks` to keep the gate busy while the
-        trainer trains."""
+        """Draw from the endless `tasks` as many as the gate admits, and return a batch."""
 
         def take() -> list[Any]:
             batch = self.state.take(batch_size)

@@ -110,8 +110,8 @@ def token_logprobs(
 
 def add_read_hidden(model: Any) -> None:
     """Give a model the method read_hidden(read, **inputs). It runs all layers but the last, and
-    returns `read` of the hidden states (b, t, D) and the last layer's weight (V, D). FSDP gathers
-    the parameters first."""
+    returns read(hidden states (b, t, D), the last layer's weight (V, D)). FSDP gathers the
+    parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

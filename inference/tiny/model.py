@@ -165,8 +165,8 @@ def round_up_a_little(n: int, multiple: int) -> int:
 def key_length(longest: int) -> int:
     """Round `longest` up to the number of keys that each row attends to.
 
-    The attention kernel works in blocks of 512 keys. On two CPUs we saw that a last block of 256 to
-    448 keys sums in another order, which changes the bits. So we avoid such lengths.
+    The attention kernel works in blocks of 512 keys. On two CPUs we saw that with 256 to 448 keys
+    in the last block, it adds in another order, which changes the bits. So we avoid such lengths.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
