@@ -165,6 +165,8 @@ class PPOTrainer:
         run.step = load_checkpoint(run.run_dir, run.actor, run.executor)
         if run.step or config.rollout.server_addrs:  # the servers have other weights
             self.push(run.step)
+        else:
+            run.actor.written = 0  # from now on, pushes hold only what learns
         if run.rank == 0:
             run.record()
             self.log = Log(run)
