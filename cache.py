@@ -31,7 +31,6 @@ token is trained once, even if leaves share it. It gets its own turn's final rew
 """
 
 import copy
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Container, Sequence
@@ -184,16 +183,15 @@ class InteractionCache(dict[str, Interaction]):
         self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
         self._discounted = False
 
-    def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
+    def enter(self, call: Interaction) -> Interaction:
         """Add a call, and find its parent."""
-        parent, interaction.digest = self.find_parent(interaction.messages)
-        interaction.interaction_id, interaction.parent = interaction_id, parent
-        if parent:
-            shared = parent.conversation  # store every message once
-            interaction.messages[: len(shared)] = shared
-            interaction.turn, interaction.reads = parent.turn + 1, [parent]
-        self[interaction_id] = interaction
-        return interaction
+        call.parent, call.digest = self.find_parent(call.messages)
+        if call.parent:
+            shared = call.parent.conversation  # store every message once
+            call.messages[: len(shared)] = shared
+            call.turn, call.reads = call.parent.turn + 1, [call.parent]
+        self[call.interaction_id] = call
+        return call
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
@@ -204,16 +202,15 @@ class InteractionCache(dict[str, Interaction]):
             parent = self._finished.get(digest, parent)
         return parent, digest
 
-    def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
+    def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
         """Store a call's tokens and output. Now it can be continued, rewarded and exported."""
-        interaction = self[interaction_id]
-        interaction.model_response, interaction.output_message_list = response, output
-        self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
+        call.model_response, call.output_message_list = response, [output]
+        self._finished[extend(call.digest, output)] = call
 
-    def discard(self, interaction_id: str) -> None:
+    def discard(self, call: Interaction) -> None:
         """Remove a call that failed. A finished one stays."""
-        if interaction_id in self and not self[interaction_id].complete:
-            del self[interaction_id]
+        if not call.complete:
+            self.pop(call.interaction_id, None)
 
     def finished(self) -> list[Interaction]:
         return [interaction for interaction in self.values() if interaction.complete]

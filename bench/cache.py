@@ -68,10 +68,8 @@ def add_ours(
     cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0
 ) -> None:
     prompt, output = tokens(turn)
-    cache.enter(name, ours.InteractionWithTokenLogpReward(messages))
-    cache.finish(
-        name, io_struct.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), [said]
-    )
+    call = cache.enter(ours.InteractionWithTokenLogpReward(messages, name))
+    cache.finish(call, io_struct.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), said)
 
 
 def add_peers(
@@ -165,13 +163,13 @@ def count() -> None:
     for k in range(100):
         before = dict(counts)
         *messages, said = talk(k + 1)
-        turn = cache.enter(str(k), ours.InteractionWithTokenLogpReward(messages))
+        turn = cache.enter(ours.InteractionWithTokenLogpReward(messages, str(k)))
         prompt = prompts.prompt(turn)
         output = [*tokenizer.encode(said["content"]), tokenizer.eos_token_id]
         cache.finish(
-            str(k),
+            turn,
             io_struct.ModelResponse(prompt, output, [0.0] * len(output), [0] * len(output)),
-            [said],
+            said,
         )
         if k + 1 in (1, 2, 10, 100):
             row = " | ".join(str(counts[key] - before[key]) for key in counts)

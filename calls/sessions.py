@@ -30,6 +30,7 @@ from calls.messages import Message, Refusal
 from inference.io_struct import ModelResponse
 
 MAX_CALLS, MAX_BYTES = 2048, 2**26  # of a session; bytes of its calls' bodies
+WORD = re.compile(r"\w+")
 SHORT = 20  # characters; a shorter answer may be part of a message by chance
 SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
@@ -59,7 +60,8 @@ class Session:
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
     # For links and side conversations:
-    leaves: dict[Any, str] = field(default_factory=dict)  # call that none continues -> its `needle`
+    # call that none continues -> its `needle`, and a word of it
+    leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
     named: dict[str, list[Interaction]] = field(default_factory=dict)  # by a call's id
     agents: set[int] = field(default_factory=set)  # openings that begin no side conversation
 
@@ -85,20 +87,21 @@ class Session:
 
     # ---- calls
 
-    def enter(self, call_id: str, call: Interaction, named: Iterable[str] = ()) -> None:
+    def enter(self, call: Interaction, named: Iterable[str] = ()) -> None:
         """Add a call to the tree, and find what it reads. Raises Refusal for an unknown id in
         `named`."""
         names = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
-        self.cache.enter(call_id, call)
+        self.cache.enter(call)
         self._link(call, names)
 
-    def finish(self, call_id: str, response: ModelResponse, output: list[Message]) -> None:
+    def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
         """Complete a call."""
-        self.cache.finish(call_id, response, output)
-        call = self.cache[call_id]
+        self.cache.finish(call, response, output)
         self.leaves.pop(call.parent, None)
         if said := needle(output):
-            self.leaves[call] = said
+            # A text without this word cannot have the answer, so it need not be searched.
+            words = WORD.findall(said)
+            self.leaves[call] = said, max(words[1:-1] or words, key=len, default="")
         call.opening, call.agents = extend(0, call.messages[0]), self.agents
         if not looks_like_side(call):
             self.agents.add(call.opening)
@@ -117,14 +120,19 @@ class Session:
         parent = call.parent
         new = call.messages[len(parent.conversation) if parent else 0 :]
         text = "" if looks_like_side(call) else squeeze_all(new)
-        found = [x for x, said in self.leaves.items() if x is not parent and stands(said, text)]
+        words = {"", *WORD.findall(text)}
+        found = [
+            x
+            for x, (said, word) in self.leaves.items()
+            if word in words and x is not parent and stands(said, text)
+        ]
         if not (found or names):
             return
         # A call that is read is no side conversation.
         self.agents |= {x.opening for x in found + names}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
-            reports = [x for x in found if stands(self.leaves[x], results)]
+            reports = [x for x in found if stands(self.leaves[x][0], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.cache.values()))
             for first in ancestors(reports + names).intersection(later):
                 first.reads = first.reads or [parent]
@@ -168,12 +176,12 @@ def looks_like_side(call: Interaction) -> bool:
     return not (call.tools or call.parent) and bool(SIDE.search(beginning))
 
 
-def needle(output: list[Message]) -> str:
+def needle(output: Message) -> str:
     """Return the text by which a later call shows that it has read an answer: the id of the
     answer's first tool call, or the answer. Claude Code cuts away what is not in <summary>."""
-    ids = [call["id"] for message in output for call in message.get("tool_calls", [])]
-    text = "".join(message["content"] for message in output)
-    return ids[0] if ids else squeeze(text.rpartition("<summary>")[2].partition("</summary>")[0])
+    if calls := output.get("tool_calls"):
+        return calls[0]["id"]
+    return squeeze(output["content"].rpartition("<summary>")[2].partition("</summary>")[0])
 
 
 def stands(said: str, text: str) -> bool:

@@ -55,9 +55,9 @@ class Turn:
     ) -> None:
         self.session, self.ask = session, ask
         self.form = protocol(ask, secrets.token_hex(16))  # writes the reply
-        self.id = self.form.id
-        self.interaction = Interaction(ask.messages, self.id, ask.tools, ask.template_kwargs)
-        session.enter(self.id, self.interaction, named)
+        name = self.form.id
+        self.interaction = Interaction(ask.messages, name, ask.tools, ask.template_kwargs)
+        session.enter(self.interaction, named)
         self.listeners = 0  # connections that wait
         self.task = asyncio.ensure_future(self._run(answer))  # its result is the reply
         self.task.add_done_callback(self._done)
@@ -65,14 +65,14 @@ class Turn:
 
     @property
     def failed(self) -> bool:
-        return self.id not in self.session.cache
+        return self.interaction.interaction_id not in self.session.cache
 
     async def _run(self, answer: Answer) -> Json:
         message, response = await answer(self)
         if self.failed:  # the engine answered although it was cancelled
             raise asyncio.CancelledError
         reply = self.form.render(message, response)
-        self.session.finish(self.id, response, [message])
+        self.session.finish(self.interaction, response, message)
         self.interaction.reply = reply
         return reply
 
@@ -87,7 +87,7 @@ class Turn:
     def fail(self) -> None:
         """Unless the call has finished, stop generating and remove it from the tree."""
         self.task.cancel()
-        self.session.cache.discard(self.id)
+        self.session.cache.discard(self.interaction)
 
     # ---- the connections that wait
 

@@ -398,12 +398,12 @@ def compute_rewards() -> dict[str, float]:
     for name, (parent, message, answer, _, _, _) in CALLS.items():
         role, _, content = message.partition(": ")
         messages = [*conversations[parent], {"role": role, "content": content}]
-        output = [{"role": "assistant", "content": answer}]
-        conversations[name] = messages + output
+        output = {"role": "assistant", "content": answer}
+        conversations[name] = [*messages, output]
         response = ModelResponse([1], [2], [-0.5], [0], "stop")
-        found = cache.enter(name, InteractionWithTokenLogpReward(messages)).parent
-        cache.finish(name, response, output)
-        assert (found.interaction_id if found else "") == parent
+        call = cache.enter(InteractionWithTokenLogpReward(messages, name))
+        cache.finish(call, response, output)
+        assert (call.parent.interaction_id if call.parent else "") == parent
     for name, (_, _, _, own, _, _) in CALLS.items():
         cache.set_reward(name, own)
     cache.apply_reward_discount(GAMMA)

@@ -44,9 +44,10 @@ def turn(
 
 def add(cache: InteractionCache | Session, name: str, call: Interaction) -> None:
     """Enter a call, and finish it if it has its tokens."""
-    cache.enter(name, call)
+    call.interaction_id = name
+    cache.enter(call)
     if call.model_response:
-        cache.finish(name, call.model_response, call.output_message_list)
+        cache.finish(call, call.model_response, call.output_message_list[0])
 
 
 def session_of(*calls: Interaction) -> Session:
@@ -122,9 +123,9 @@ def play(calls: list[Call]) -> Session:
         text, role = call.question, call.role if before else "user"
         if names and call.quotes is not None:
             text += cache[names[call.quotes % len(names)]].output_message_list[0]["content"]
-        interaction = Interaction([*history, {"role": role, "content": text}])
+        interaction = Interaction([*history, {"role": role, "content": text}], str(k))
         named = [names[call.names % len(names)]] if names and call.names is not None else []
-        session.enter(str(k), interaction, named)
+        session.enter(interaction, named)
         if not call.finishes:
             continue
         parent = interaction.parent
@@ -137,7 +138,7 @@ def play(calls: list[Call]) -> Session:
         if answer == "report":
             answer = f"the report of call number {len(names)}"
         message = said(answer) if isinstance(answer, str) else said("", ("f", {"a": answer}))
-        session.finish(str(k), response, [message])
+        session.finish(interaction, response, message)
         if call.reward is not None:
             session.cache.set_reward(str(k), call.reward)
     return session
@@ -273,7 +274,7 @@ def test_what_failed_leaves_no_trace(session: list[Call]) -> None:
     """Discarded calls change nothing for the others."""
     caches = play(session).cache, play([call for call in session if call.finishes]).cache
     for name in list(caches[0]):
-        caches[0].discard(name)
+        caches[0].discard(caches[0][name])
     one, other = ([(i.conversation, i.turn) for i in cache.values()] for cache in caches)
     assert one == other
 
@@ -336,7 +337,7 @@ def test_a_chain_gives_the_geometric_series() -> None:
     """Reward 1 at the end with gamma 0.9 gives 0.81, 0.9, 1, and only once. A later call that is
     unfinished gets nothing. (In AReaL it gets the reward.)"""
     cache = chain(3)
-    cache.enter("cut", Interaction([user("0")]))
+    cache.enter(Interaction([user("0")], "cut"))
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(0.9)
     assert [i.reward for i in cache.finished()] == pytest.approx([0.81, 0.9, 1.0])
@@ -369,7 +370,7 @@ def test_a_reward_for_nobody_is_an_error() -> None:
     cache = InteractionCache()
     with pytest.raises(Refusal):
         cache.set_last_reward(1.0)
-    cache.enter("a", Interaction([user("hi")]))
+    cache.enter(Interaction([user("hi")], "a"))
     for name in ("a", "b"):
         with pytest.raises(Refusal, match=name):
             cache.set_reward(name, 1.0)
@@ -428,7 +429,7 @@ def test_the_order_of_ends_changes_nothing() -> None:
         openings = (CODER, TITLE, user("draft"))
         session = session_of(*(Interaction([opening, user("hello")]) for opening in openings))
         for name in order:
-            session.finish(name, turn([]).tokens, [said(name)])
+            session.finish(session.cache[name], turn([]).tokens, said(name))
         assert left_out(session) == ["1"]
 
 

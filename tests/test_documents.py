@@ -457,9 +457,10 @@ def test_the_examples_of_trees(number: int):
         others = [message | {"content": "another text"} for message in messages]
         assert cache.find_parent(messages)[0] is parent, name
         assert cache.find_parent(others)[0] is None
-        output = [{"role": "assistant", "content": f"the answer to {name}"}]
-        assert cache.enter(name, Interaction(messages)).parent is parent
-        cache.finish(name, ModelResponse([1], [2], [-0.5], [0]), output)
+        output = {"role": "assistant", "content": f"the answer to {name}"}
+        call = cache.enter(Interaction(messages, name))
+        assert call.parent is parent
+        cache.finish(call, ModelResponse([1], [2], [-0.5], [0]), output)
 
 
 # ---- workflows

@@ -56,7 +56,7 @@ MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("stopped", X, calls.turn, "if not self.listeners and", "if False and"),
     ("answered", X, calls.turn, "both = {self.task, hangup}", "both = {hangup}"),
     ("answered", Y, calls.turn, "self.listeners += 1", "self.listeners += 2"),
-    ("tree", X, calls.turn, "        self.session.cache.discard(self.id)\n", ""),
+    ("tree", X, calls.turn, "        self.session.cache.discard(self.interaction)\n", ""),
     ("tree", X, calls.turn, "if not task.exception()", "if task.exception() or True"),
     ("rewards", XZ, cache, "+ gamma * fmean(", "+ fmean("),
     ("rewards", XZ, cache, "below[read].append", "below[call].append"),

@@ -62,14 +62,12 @@ def test_every_turn_finds_its_parent_among_all_conversations() -> None:
     for k, line in zip(map(str, range(len(LINES))), LINES):
         name = json.loads(line)["id"].rpartition("#")[0]
         line = line.replace("Zürich", f"Zürich {name}").replace('"hi"', f'"hi {name}"')
-        parent, output, child = read(json.loads(line))
-        assert len(output) == 1  # a reply is one message, even if it has several items or blocks
+        parent, [output], child = read(json.loads(line))
         response = ModelResponse([1], [2], [-1.0], [0], "stop")
-        cache.enter(k, Interaction(parent))
-        cache.finish(k, response, output)
-        children[k] = Interaction(child)
+        cache.finish(cache.enter(Interaction(parent, k)), response, output)
+        children[k] = Interaction(child, f"child of {k}")
     for k, call in children.items():
-        assert cache.enter(f"child of {k}", call).parent is cache[k]
+        assert cache.enter(call).parent is cache[k]
 
 
 SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_calls"}
@@ -179,12 +177,11 @@ def test_a_volatile_head_does_not_begin_a_new_conversation() -> None:
 
     def enter(name: str, turns: list[Any], *blocks: str) -> Interaction:
         system = [{"type": "text", "text": text} for text in blocks]
-        return cache.enter(
-            name, Interaction(ask("messages", messages=turns, system=system).messages)
-        )
+        messages = ask("messages", messages=turns, system=system).messages
+        return cache.enter(Interaction(messages, name))
 
     first, more = enter("0", HELLO, head.format("36ee5"), "Be terse."), [*HELLO, said("a"), *HELLO]
-    cache.finish("0", ModelResponse([1], [2], [-1.0], [0], "stop"), [said("a")])
+    cache.finish(first, ModelResponse([1], [2], [-1.0], [0], "stop"), said("a"))
     second = enter("1", more, head.format("0a1b2"), "Be terse.")
     other = enter("2", more, head.format("36ee5"), "Be wordy.")
     assert (second.parent, second.messages[0], other.parent) == (first, first.messages[0], None)

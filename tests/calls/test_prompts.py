@@ -50,14 +50,13 @@ class Talk:
     ) -> list[int]:
         """The prompt of a turn, whose answer is then stored."""
         self.messages.append(question)
-        name = str(len(self.cache))
-        call = self.cache.enter(name, Interaction(list(self.messages), **ask))
+        call = self.cache.enter(Interaction(list(self.messages), str(len(self.cache)), **ask))
         prompt = self.prompts.prompt(call)
         end = [self.tokenizer.convert_tokens_to_ids(ends)] if ends else []
         output = self.tokenizer.encode(answer) + end
         reason, n = "stop" if ends else "length", len(output)
         response = ModelResponse(prompt, output, [-1.0] * n, [0] * n, reason)
-        self.cache.finish(name, response, [said(answer)])
+        self.cache.finish(call, response, said(answer))
         self.messages.append(said(answer))
         return prompt
 
@@ -160,11 +159,12 @@ def test_a_template_that_needs_the_call_of_a_result_is_rendered_in_full(
     ways = "new messages follow the sampled tokens, results of tools are rendered with the whole"
     assert prompts.ways == f"{ways} history"
     called = said("", ("f", {}))
-    cache.enter("a", Interaction([user("q")]))
-    cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [called])
+    cache.finish(
+        cache.enter(Interaction([user("q")])), ModelResponse([1], [2], [-1.0], [0]), called
+    )
     messages = [user("q"), called, {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert prompts.prompt(cache.enter("b", Interaction(messages))) == full
+    assert prompts.prompt(cache.enter(Interaction(messages))) == full
     assert written in tokenizer.decode(full)
 
 
@@ -208,9 +208,9 @@ def test_a_strict_template_gets_every_text(tiny_tokenizer: Any, rule: str, talk:
     own = with_template(tiny_tokenizer, template)
     whole = own.decode(PromptBuilder(own).prompt(Interaction(talk)))
     cache = InteractionCache()
-    cache.enter("a", Interaction(talk[:4]))
-    cache.finish("a", ModelResponse([1], [2], [-1.0], [0]), [talk[4]])
-    child = PromptBuilder(own).prompt(cache.enter("b", Interaction(talk)))
+    first = cache.enter(Interaction(talk[:4]))
+    cache.finish(first, ModelResponse([1], [2], [-1.0], [0]), talk[4])
+    child = PromptBuilder(own).prompt(cache.enter(Interaction(talk)))
     assert child[:2] == [1, 2]
     for rendered, messages in ((whole, talk), (own.decode(child), talk[5:])):
         assert [m["content"] for m in messages if m["content"] not in rendered] == []

@@ -284,7 +284,14 @@ class World:
             yield ("export",)
 
     def turn_of(self, interaction_id: str) -> int:
-        return next((k for k, turn in enumerate(self.turns) if interaction_id == turn.id), -1)
+        return next(
+            (
+                k
+                for k, turn in enumerate(self.turns)
+                if interaction_id == turn.interaction.interaction_id
+            ),
+            -1,
+        )
 
     def key(self) -> Hashable:
         tree = tuple(
@@ -321,7 +328,7 @@ class World:
             if client.text and not set(client.text) <= letters:
                 raise Broken("mixed", f"client {k} asked {client.body} and read {client.text}")
         busy = {turn.task: turn for turn in self.turns if not turn.task.done()}
-        known = {turn.id for turn in busy.values() if not turn.failed}
+        known = {turn.interaction.interaction_id for turn in busy.values() if not turn.failed}
         unfinished = {name for name, one in self.session.cache.items() if not one.complete}
         if unfinished != known and self.exported is None:
             why = f"{len(unfinished)} turns are unfinished, and {len(known)} are running"
