@@ -242,10 +242,10 @@ async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
-    status, message = getattr(error, "status", None) or 500, str(error)
     if isinstance(error, HTTPException):  # there is no such path or method
-        status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    return reply(error_body(status, message, getattr(error, "code", "")), status)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = Refusal(message, error.status_code)
+    return reply(error_body(error), getattr(error, "status", 500))
 
 
 def create_app(proxy: Proxy) -> FastAPI:

@@ -29,13 +29,14 @@ from inference.io_struct import ModelResponse
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def error_body(status: int, message: str, code: str = "") -> Json:
+def error_body(error: Exception) -> Json:
     """Return an error, for a reply or an event, in a form that all SDKs read. The inference
     server's address is hidden from the agent."""
-    message = re.sub(r"https?://[^\s/]+", "the server", message)
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind} | ({"code": code} if code else {})
-    return {"type": "error", "error": error}
+    message = re.sub(r"https?://[^\s/]+", "the server", str(error))
+    is_ours, code = getattr(error, "status", 500) >= 500, getattr(error, "code", "")
+    kind = "server_error" if is_ours else "invalid_request_error"
+    about = {"message": message, "type": kind} | ({"code": code} if code else {})
+    return {"type": "error", "error": about}
 
 
 def split(message: Message) -> tuple[list[str], list[Json]]:

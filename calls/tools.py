@@ -18,10 +18,10 @@ the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such 
 SGLang's parsers. With such a function no call can be forced.
 """
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from calls.messages import Json, Message, names_of
@@ -40,7 +40,7 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
     at, last = 0, text.rfind("</tool_call>")
     while begin := OPEN.search(text, at, last):
         at = begin.end()
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             _, stop = json.JSONDecoder().raw_decode(text, at)
             if end := CLOSE.match(text, stop):
                 yield begin.start(), end.end(), text[at:stop]
@@ -68,24 +68,22 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
     """Return the text outside the calls, and the calls."""
     pieces, calls, rest = [], [], 0
     for begin, end, body in find_calls(text):
-        if call := read_call(body, tools):
+        with suppress(ValueError, TypeError, KeyError):
+            calls.append(read_call(body, tools))
             pieces.append(text[rest:begin].rstrip())
-            calls.append(call)
             rest = end
     pieces.append(text[rest:].rstrip() if calls else text)
     return "".join(pieces), calls
 
 
-def read_call(body: str, tools: Tools) -> Json | None:
-    """The call {"name", "arguments"} in the JSON text `body`, or None if no offered tool takes
-    it."""
-    try:
-        call = read_json(body)
-        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-    except (ValueError, TypeError, KeyError):
-        return None
-    is_call = name in names_of(tools) and isinstance(arguments, dict)
-    return {"name": name, "arguments": arguments} if is_call else None
+def read_call(body: str, tools: Tools) -> Json:
+    """The call {"name", "arguments"} in the JSON text `body`. Raises ValueError, TypeError or
+    KeyError if no offered tool takes it."""
+    call = read_json(body)
+    name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+    if name not in names_of(tools) or not isinstance(arguments, dict):
+        raise ValueError(f"no call: {body}")
+    return {"name": name, "arguments": arguments}
 
 
 def parse(
@@ -99,8 +97,6 @@ def parse(
             rest, found = parser(rest, tools)
             calls = [read_call(json.dumps(call), tools) for call in found]
         except Exception:  # a parser may raise anything on a broken call
-            calls = [None]
-        if None in calls:
             reasoning, rest, calls = "", text, []
     message: Message = {"role": "assistant", "content": rest}
     if reasoning:

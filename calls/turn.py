@@ -140,7 +140,7 @@ class Turn:
                     yield written(self.form.progress())
                 yield written(*self.form.stream(self.result())) + self.form.end
             except Exception as error:
-                yield written(error_body(getattr(error, "status", None) or 500, str(error)))
+                yield written(error_body(error))
                 if not isinstance(error, Refusal | EngineError):
                     raise  # our own mistake belongs in the log, too
                 error.__traceback__ = None  # it refers to this turn

@@ -42,7 +42,7 @@ class EngineError(RuntimeError):
     """A request failed. Status 400 means that the request is wrong and must not be repeated, and
     502 that the answer cannot be read. Most other failures have 503."""
 
-    def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
+    def __init__(self, message: str, status: int = 500, code: str = "") -> None:
         super().__init__(message)
         self.status, self.code = status, code  # code: OpenAI's name for the error, or ""
 

@@ -69,12 +69,11 @@ def named_buckets(
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
 
-    state = model.state_dict()
-    tensors = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor comes once
-    tensors = [(name, x) for name, x in tensors if x.requires_grad or not learning]
-    bucket: Bucket = []
-    size = 0.0
-    for name in (name for name, _ in tensors if name in state):
+    state, bucket, size = model.state_dict(), list[Any](), 0.0
+    # a tied tensor comes once
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in state or (learning and not tensor.requires_grad):
+            continue
         shard = state[name].detach()
         shard = shard.to(dtype) if shard.is_floating_point() else shard
         whole = shard.full_tensor() if isinstance(shard, DTensor) else shard

@@ -150,7 +150,7 @@ class WorkflowExecutor:
         episode. No step trains on these episodes, so the gate does not count them. Agents sample
         with `eval_gconfig`.
         """
-        sampling = (self.eval_gconfig or self.gconfig).new(n_samples=1).model_dump()
+        sampling = (self.eval_gconfig or self.gconfig).model_dump()
         how = self._resolve(workflow, None, None, 1, sampling)
         places = asyncio.Semaphore(self.gate.max_concurrent_rollouts * self.gconfig.n_samples)
 

@@ -86,10 +86,6 @@ class RolloutConfig(Keys):
     """eta: a trained token is at most this many versions old; 0: synchronous training"""
     max_concurrent_rollouts: Count | None = None
     """limit on prompt groups that run at once; default: batch size * (eta + 1)"""
-    consumer_batch_size: Count | None = None
-    """another name for train_dataset.batch_size (B)"""
-    group_size: Count | None = None
-    """another name for gconfig.n_samples"""
     stale: Literal["wait", "mask", "drop"] = "wait"
     """how eta is enforced: wait, mask or drop (staleness.py)"""
     pause_mode: Literal["retract", "abort"] = "retract"
@@ -456,7 +452,6 @@ def resolve(config: TrainConfig) -> None:
     for group in (config.server, config.actor):
         group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
     rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
-    rollout.consumer_batch_size, rollout.group_size = data.batch_size, gconfig.n_samples
     most = data.batch_size * (rollout.max_head_offpolicyness + 1)
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or most
     _ = config.evaluation_gconfig

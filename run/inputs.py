@@ -39,7 +39,7 @@ def find_model(config: TrainConfig) -> None:
         path = fetch(path)
     elif not Path(path).is_dir() and os.environ.get("RANK", "0") == "0":
         with one_line("no model_path is set, and the task makes no model"):
-            make_model = importlib.import_module(str(config.task)).make_model
+            make_model = import_name(f"{config.task}.make_model")
         print(f"making the base model {path} (once)", flush=True)
         make_model(Path(path), config.seed)
     config.model_path = path
@@ -54,7 +54,7 @@ def fetch(name: str) -> str:
         return name
     if name == "smollm2":  # not from the hub
         with one_line("model_path=smollm2"):
-            return importlib.import_module("tasks.smollm2").folder()
+            return import_name("tasks.smollm2.folder")()
     from huggingface_hub import snapshot_download
 
     with one_line(f"no model at {name}, and the hub does not give it"):
@@ -74,10 +74,9 @@ class Inputs:
     evaluated: Any  # the same, but sampling as in evaluations
     n_samples: int = 1  # episodes per validation prompt
 
-    def success(self, rewards: list[float]) -> float:
-        """The share of rewards that the task's `success` accepts, by default those above 0."""
-        judge = getattr(self.task, "success", lambda reward: reward > 0)
-        return sum(map(judge, rewards)) / len(rewards)
+    def count_successes(self, rewards: list[float]) -> int:
+        """How many rewards the task's `success` accepts, by default those above 0."""
+        return sum(map(getattr(self.task, "success", lambda reward: reward > 0), rewards))
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:

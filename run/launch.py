@@ -196,7 +196,7 @@ def plan_proxy(
     """The proxy for these servers. Start it when they answer. `hooks` is {class path: arguments} of
     the engine's hooks, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
-    words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]
+    words += ["--sampling", json.dumps(config.gconfig.model_dump())]
     words += ["--hooks", json.dumps(hooks)]
     for url in servers:
         words += ["--server", url]

@@ -80,7 +80,8 @@ class Log:
     def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Complete a step's metrics, and write them and the batch."""
         run, counts = self.run, asdict(self.run.executor.stats)
-        metrics["success"] = run.inputs.success(batch["rewards"].tolist())
+        rewards = batch["rewards"].tolist()
+        metrics["success"] = run.inputs.count_successes(rewards) / len(rewards)
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts

@@ -133,7 +133,7 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        from training.ranks import leave_ranks
+        import torch.distributed as dist
 
         death = None
         if isinstance(error, Exception):
@@ -144,7 +144,7 @@ class Run:
         if death:
             raise death from error
         if error is None:
-            leave_ranks()
+            dist.destroy_process_group()
 
     def command(self, *words: str) -> str:
         """This run's command, quoted for a shell. trial_name, mode and the keys of `words` are

@@ -186,7 +186,7 @@ class FSDPEngine:
         dist.barrier()
 
     def destroy(self) -> None:
-        """Release the model. The ranks stay connected until training.ranks.leave_ranks."""
+        """Release the model. The ranks stay connected until the run ends."""
         self.model = None
 
 

@@ -33,12 +33,6 @@ def join_ranks() -> None:
     dist.init_process_group(backend, timeout=PATIENCE, **alone)
 
 
-def leave_ranks() -> None:
-    """End the process group. A second call does nothing."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def share(thing: Any) -> Any:
     """Return rank 0's `thing` on every rank. All ranks call this; `thing` is pickled."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from calls.client import sdk_http
 from calls.messages import AgentRequest, Message, canonical, parse
 from calls.replies import PROTOCOLS, error_body, write_event
-from inference.io_struct import ModelResponse
+from inference.io_struct import EngineError, ModelResponse
 
 NAMES = list(PROTOCOLS)
 CALLS: Any = (("f", {"a": "Zürich\u2028"}), ("g", {}))
@@ -266,7 +266,7 @@ def test_the_events_of_a_message() -> None:
 )
 def test_an_error_is_raised_by_every_sdk(name: str, status: int, error: str) -> None:
     """One form serves all: each SDK raises the exception of the status, with the message."""
-    body = error_body(status, "stop: a string is needed")
+    body = error_body(EngineError("stop: a string is needed", status))
     library: Any = anthropic if name == "messages" else openai
     client = client_of(name, json.dumps(body).encode(), status)
     holders = {"chat/completions": "chat.completions", "responses": "responses"}
@@ -280,7 +280,7 @@ def test_an_error_is_raised_by_every_sdk(name: str, status: int, error: str) -> 
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
     """An error after the first byte is an event, which the SDK raises."""
     form = form_of(name)
-    events = [form.opening(), form.progress(), error_body(503, "no server answers")]
+    events = [form.opening(), form.progress(), error_body(EngineError("no server answers", 503))]
     raw = b"".join(write_event(data, n) for n, data in enumerate(events))
     library: Any = anthropic if name == "messages" else openai
     with pytest.raises(library.APIError, match="no server answers"):

@@ -227,7 +227,7 @@ class World:
             else:
                 text = orjson.loads(raw)["choices"][0]["message"]["content"]
         except (Refusal, EngineError) as error:
-            status, text = error.status or 500, ""
+            status, text = error.status, ""
         client.status = status
         if not client.gone and status == 200:
             client.text, client.in_time = text, not self.session.ended

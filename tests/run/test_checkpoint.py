@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch.distributed as dist
 from runs import SMALL_GUESS, command, finish, metrics_of, signalled
 from safetensors.torch import load_file
 
 from run.checkpoint import load_checkpoint, save_checkpoint
 from run.config import ConfigError
-from training.ranks import join_ranks, leave_ranks
+from training.ranks import join_ranks
 
 SMALL = [*SMALL_GUESS, "actor.ppo_epochs=1", "recover_interval=1", "train_dataset.batch_size=3"]
 
@@ -52,7 +53,7 @@ def save(run_dir: Path, step: int) -> None:
 def ranks():
     join_ranks()
     yield
-    leave_ranks()
+    dist.destroy_process_group()
 
 
 def test_a_checkpoint_is_everything_that_a_run_goes_on_with(ranks: None, tmp_path: Path) -> None:

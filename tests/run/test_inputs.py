@@ -101,5 +101,5 @@ def test_success_is_the_tasks() -> None:
             return reward > 0.5
 
     rewards = [0.0, 0.1, 1.0, 1.0]
-    assert Inputs(None, [], [], None, None, None).success(rewards) == 0.75
-    assert Inputs(Task, [], [], None, None, None).success(rewards) == 0.5
+    assert Inputs(None, [], [], None, None, None).count_successes(rewards) == 3
+    assert Inputs(Task, [], [], None, None, None).count_successes(rewards) == 2

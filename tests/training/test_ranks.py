@@ -29,7 +29,7 @@ from trainers import gradients, make_batch, parameters, prepare, start_actor
 from engine import RemoteInfEngine
 from inference import weights
 from inference.weights import WeightUpdateMeta, join_group
-from training.ranks import leave_ranks, share
+from training.ranks import share
 
 SGD_STEPS = 5
 LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows, so the ranks get different numbers of them
@@ -312,4 +312,4 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[1]](*map(Path, sys.argv[2:]))
-    leave_ranks()  # torch's threads would abort a rank that ends first
+    dist.destroy_process_group()  # torch's threads would abort a rank that ends first
