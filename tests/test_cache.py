@@ -134,9 +134,8 @@ def play(calls: list[Call]) -> Session:
         prompt = [*([] if call.drifts else ids), next(fresh)]
         logprobs, versions = [-float(t) for t in output], [t % 5 for t in output]
         response = ModelResponse(prompt, output, logprobs, versions, "stop", 0.5 + k)
-        answer = call.answer
-        if answer == "report":
-            answer = f"the report of call number {len(names)}"
+        report = f"the report of call number {len(names)}"
+        answer = report if call.answer == "report" else call.answer
         message = said(answer) if isinstance(answer, str) else said("", ("f", {"a": answer}))
         session.finish(interaction, response, message)
         if call.reward is not None:
@@ -318,6 +317,13 @@ def test_what_is_no_report() -> None:
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
     assert not any(call.reads for call in session_of(*calls).cache.values())
+
+
+def test_an_answer_is_sought_only_where_its_longest_word_is() -> None:
+    """Otherwise the texts of a long session would be searched for thousands of answers."""
+    session = session_of(turn([user("q")], REPORT))
+    session.leaves = {call: (None, word) for call, (_, word) in session.leaves.items()}  # type: ignore[misc]
+    session.enter(Interaction([user(REPORT.replace("report", ""))]))
 
 
 # ---- parents

@@ -284,14 +284,8 @@ class World:
             yield ("export",)
 
     def turn_of(self, interaction_id: str) -> int:
-        return next(
-            (
-                k
-                for k, turn in enumerate(self.turns)
-                if interaction_id == turn.interaction.interaction_id
-            ),
-            -1,
-        )
+        ids = [turn.interaction.interaction_id for turn in self.turns]
+        return ids.index(interaction_id) if interaction_id in ids else -1
 
     def key(self) -> Hashable:
         tree = tuple(

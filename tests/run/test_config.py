@@ -119,5 +119,4 @@ def test_aliases_of_the_documents() -> None:
     names = ("model_path", "evaluator.interval", "fileroot", "actor.recompute_logprob")
     assert [attrgetter(name)(config) for name in names] == ["m", 3, "r", False]
     config = config_of("--config", "gsm8k", "--config", "throughput", "rollout.group_size=5")
-    assert config.train_dataset.batch_size == 32
-    assert config.gconfig.n_samples == 5
+    assert (config.train_dataset.batch_size, config.gconfig.n_samples) == (32, 5)
