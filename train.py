@@ -83,8 +83,7 @@ def start_rollout(run: Run) -> None:
     # 2. The proxy answers agents over HTTP, keeps the tokens (cache.py), and asks the same servers.
     #    Proxy and trainer load at the same time.
     [url] = run.start([plan_proxy(config, run.server_urls, run.key, run.admin_key, named)])
-    proxy = ProxyAddress(url, run.admin_key)
-    engine.proxy = proxy if config.mode == "train" else None
+    engine.proxy = ProxyAddress(url, run.admin_key)
     run.stack.callback(engine.destroy)
 
     # 3. The gate says how many prompt groups may start at the engine's version.
@@ -103,7 +102,7 @@ def start_rollout(run: Run) -> None:
         gconfig=config.gconfig,
         eval_gconfig=config.evaluation_gconfig,
         seed=config.seed,
-        proxy=proxy,
+        proxy=engine.proxy,
         dump_dir=run.run_dir,
     )
     for child in run.children:
@@ -183,15 +182,14 @@ class PPOTrainer:
         #        input_ids, loss_mask, versions, turn_ids      (rows, T) int32
         #        logprobs: log pi_behav of every sampled token (rows, T) float32
         #        rewards, group_ids                            (rows,)
-        batch = None
-        if run.rank == 0:
-            batch = run.executor.prepare_batch(
+        batch = share(
+            lambda: run.executor.prepare_batch(
                 self.dataloader,
                 workflow=run.inputs.workflow,
                 group_size=config.gconfig.n_samples,
                 should_accept_fn=config.should_accept_fn,
             )
-        batch = share(batch)
+        )
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")
 
@@ -218,7 +216,7 @@ class PPOTrainer:
         # 7. Evaluate, and save the model as a Hugging Face folder.
         is_last = step == run.last_step
         if is_due(step, config.evaluator.interval):
-            metrics |= share(evaluate(run.executor, run.inputs) if run.executor else None)
+            metrics |= share(lambda: evaluate(run.executor, run.inputs))
         if is_last or is_due(step, config.saver.interval):
             actor.save(run.run_dir / "checkpoints" / f"step{step:05d}")
 

@@ -233,15 +233,14 @@ def read_text(
     tokenizer: Any,
     tokens: list[int],
     gconfig: GenerationHyperparameters,
-    opening: str = "",
     keep_special: bool = False,
 ) -> str:
-    """Return an answer's text up to its end mark or the first stop string. It begins with
-    `opening`, which is in the prompt. Special tokens are cut, unless calls/tools.py reads them."""
+    """Return an answer's text up to its end mark or the first stop string. Special tokens are cut,
+    unless calls/tools.py reads them."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     special = {} if keep_special else special_tokens(tokenizer)
     said = tokenizer.decode([token for token in tokens if special.get(token) in (None, *MARKS)])
     for stop in gconfig.stop:
         said, _, _ = said.partition(stop)
-    return opening + said
+    return said

@@ -379,14 +379,16 @@ class Canary:
         logp = self.actor.compute_logp(batch | {"temperatures": torch.ones(ids.shape)})
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
+    def _read_answers(self) -> list[ModelResponse]:
+        if self.asked is not None:
+            with suppress(EngineError):
+                return [parse_segment(answer) for answer in self.asked.result()]
+        return []
+
     def finish(self) -> dict[str, float]:
         """Metrics of the last update, or {} if the new or earlier answer is missing. All ranks call
         this."""
-        now: list[ModelResponse] = []
-        if self.asked is not None:
-            with suppress(EngineError):
-                now = [parse_segment(answer) for answer in self.asked.result()]
-        now = share_with_ranks(now)
+        now = share_with_ranks(self._read_answers)
         last, self.answers = self.answers, now or self.answers
         if not (now and self.scores):
             return {}

@@ -42,7 +42,7 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
     """Restore the newest whole checkpoint, and return its step, or 0 if there is none. All ranks
     call this. The caller pushes the weights. Raises ConfigError if all are damaged."""
-    folder = share(find_whole(run_dir / "recover") if dist.get_rank() == 0 else None)
+    folder = share(lambda: find_whole(run_dir / "recover"))
     if folder is None:
         return 0
     actor.load_state(folder)

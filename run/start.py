@@ -129,7 +129,7 @@ class Run:
         from training.ranks import join_ranks, share
 
         join_ranks()
-        self.config.trial_name = share(self.config.trial_name)
+        self.config.trial_name = share(lambda: self.config.trial_name)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

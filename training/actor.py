@@ -243,7 +243,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
         """The engine's next batch, on every rank. AReaL's loop asks the actor for it."""
-        return share(self.rollout.prepare_batch(dataloader, **options) if self.rank == 0 else None)
+        return share(lambda: self.rollout.prepare_batch(dataloader, **options))
 
     def policies(self) -> tuple[str, str]:
         """The batch's keys for log pi_prox and log pi_behav. Standard PPO has one old policy, so

@@ -6,6 +6,7 @@ waits for all others. If one of them dies, torchrun ends the rest.
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -33,10 +34,10 @@ def join_ranks() -> None:
     dist.init_process_group(backend, timeout=PATIENCE, **alone)
 
 
-def share(thing: Any) -> Any:
-    """Return rank 0's `thing` on every rank. All ranks call this; `thing` is pickled."""
+def share(make: Callable[[], Any]) -> Any:
+    """Call `make` on rank 0, and return what it made on every rank. All ranks call this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return thing
-    box = [thing]
+        return make()
+    box = [make() if dist.get_rank() == 0 else None]  # is pickled
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -95,7 +95,7 @@ def work_wait(model_dir: Path, out: Path) -> None:
     print(f"ready {actor.rank} {os.getpid()}", flush=True)
     if actor.rank != 1:
         signal.pause()
-    share(None)
+    share(lambda: None)
 
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
