@@ -143,10 +143,11 @@ class PromptBuilder:
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
-        # Unless its settings were changed, we use the Rust tokenizer, which takes half the time.
+        # Unless its settings were changed, we use the Rust tokenizer, which takes half the time for
+        # a short text. Its fast form computes no offsets, and exists only for batches.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
-            return rust.encode(text, add_special_tokens=False).ids
+            return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
