@@ -55,8 +55,7 @@ class Turn:
     ) -> None:
         self.session, self.ask = session, ask
         self.form = protocol(ask, secrets.token_hex(16))  # writes the reply
-        name = self.form.id
-        self.interaction = Interaction(ask.messages, name, ask.tools, ask.template_kwargs)
+        self.interaction = Interaction(ask.messages, self.form.id, ask.tools, ask.template_kwargs)
         session.enter(self.interaction, named)
         self.listeners = 0  # connections that wait
         self.task = asyncio.ensure_future(self._run(answer))  # its result is the reply
