@@ -157,7 +157,7 @@ class Proxy:
         response = await self.engine.agenerate(request)
         # Another parser's call marks may be special tokens, so keep these.
         tokens, special = response.output_tokens, self.parser is not split_calls
-        text = begun + read_text(self.tokenizer, tokens, request.gconfig, special)
+        text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
         ended = response.stop_reason == "stop"
         message = parse(text, tools, turn.form.suffix, self.parser, ended)
         if "tool_calls" in message and not ask.parallel_tool_calls:

@@ -143,8 +143,8 @@ class PromptBuilder:
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
-        # Unless its settings were changed, we use the Rust tokenizer, which takes half the time for
-        # a short text. Its fast form computes no offsets, and exists only for batches.
+        # Unless the tokenizer's settings were changed, we use its Rust part, which takes half the
+        # time for a short text. The fast form computes no offsets, and exists only for batches.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -234,14 +234,15 @@ def read_text(
     tokenizer: Any,
     tokens: list[int],
     gconfig: GenerationHyperparameters,
+    opening: str = "",
     keep_special: bool = False,
 ) -> str:
-    """Return an answer's text up to its end mark or the first stop string. Special tokens are cut,
-    unless calls/tools.py reads them."""
+    """Return an answer's text up to its end mark or the first stop string. It begins with
+    `opening`, which is in the prompt. Special tokens are cut, unless calls/tools.py reads them."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     special = {} if keep_special else special_tokens(tokenizer)
     said = tokenizer.decode([token for token in tokens if special.get(token) in (None, *MARKS)])
     for stop in gconfig.stop:
         said, _, _ = said.partition(stop)
-    return said
+    return opening + said

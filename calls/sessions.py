@@ -30,7 +30,7 @@ from calls.messages import Message, Refusal
 from inference.io_struct import ModelResponse
 
 MAX_CALLS, MAX_BYTES = 2048, 2**26  # of a session; bytes of its calls' bodies
-WORD = re.compile(r"\w+")
+RUN = re.compile(r"[^\W\d_]+|\d+")  # of letters, or of digits
 SHORT = 20  # characters; a shorter answer may be part of a message by chance
 SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
@@ -60,7 +60,7 @@ class Session:
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
     # For links and side conversations:
-    # call that none continues -> its `needle`, and a word of it
+    # call that none continues -> its `needle`, and the needle's `longest_run`
     leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
     named: dict[str, list[Interaction]] = field(default_factory=dict)  # by a call's id
     agents: set[int] = field(default_factory=set)  # openings that begin no side conversation
@@ -99,9 +99,7 @@ class Session:
         self.cache.finish(call, response, output)
         self.leaves.pop(call.parent, None)
         if said := needle(output):
-            # A text without this word cannot have the answer, so it need not be searched.
-            words = WORD.findall(said)
-            self.leaves[call] = said, max(words[1:-1] or words, key=len, default="")
+            self.leaves[call] = said, longest_run(said)
         call.opening, call.agents = extend(0, call.messages[0]), self.agents
         if not looks_like_side(call):
             self.agents.add(call.opening)
@@ -120,11 +118,11 @@ class Session:
         parent = call.parent
         new = call.messages[len(parent.conversation) if parent else 0 :]
         text = "" if looks_like_side(call) else squeeze_all(new)
-        words = {"", *WORD.findall(text)}
+        runs = {"", *RUN.findall(text)}
         found = [
             x
-            for x, (said, word) in self.leaves.items()
-            if word in words and x is not parent and stands(said, text)
+            for x, (said, run) in self.leaves.items()
+            if run in runs and x is not parent and stands(said, text)
         ]
         if not (found or names):
             return
@@ -182,6 +180,12 @@ def needle(output: Message) -> str:
     if calls := output.get("tool_calls"):
         return calls[0]["id"]
     return squeeze(output["content"].rpartition("<summary>")[2].partition("</summary>")[0])
+
+
+def longest_run(said: str) -> str:
+    """Return the answer's longest run of letters or digits, or "". A text that lacks this run lacks
+    the answer, so it need not be searched. At the answer's ends, the text's runs may be longer."""
+    return max(RUN.findall(said)[1:-1], key=len, default="")
 
 
 def stands(said: str, text: str) -> bool:

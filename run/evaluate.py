@@ -50,7 +50,7 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     n = len(rewards) // prompts
     found = [[x for x in rewards[i::prompts] if x is not None] for i in range(prompts)]
     means = [fmean(group) for group in found if group]
-    right = [inputs.count_successes(group) for group in found]
+    right = [round(inputs.count_successes(group)) for group in found]
     success = sum(right) / len(rewards)
     low, high = wilson(success, prompts)
     metrics: Evaluation = {

@@ -74,9 +74,10 @@ class Inputs:
     evaluated: Any  # the same, but sampling as in evaluations
     n_samples: int = 1  # episodes per validation prompt
 
-    def count_successes(self, rewards: list[float]) -> int:
+    def count_successes(self, rewards: list[float]) -> float:
         """How many rewards the task's `success` accepts, by default those above 0."""
-        return sum(map(getattr(self.task, "success", lambda reward: reward > 0), rewards))
+        judge = getattr(self.task, "success", lambda reward: reward > 0)
+        return sum(map(judge, rewards))
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:

@@ -35,9 +35,9 @@ def join_ranks() -> None:
 
 
 def share(make: Callable[[], Any]) -> Any:
-    """Call `make` on rank 0, and return what it made on every rank. All ranks call this."""
+    """Call `make` on rank 0, and give its result to all ranks. All ranks call this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    box = [make() if dist.get_rank() == 0 else None]  # is pickled
+    box = [make() if dist.get_rank() == 0 else None]  # it is pickled
     dist.broadcast_object_list(box, src=0)
     return box[0]

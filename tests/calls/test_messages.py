@@ -62,6 +62,7 @@ def test_every_turn_finds_its_parent_among_all_conversations() -> None:
     for k, line in zip(map(str, range(len(LINES))), LINES):
         name = json.loads(line)["id"].rpartition("#")[0]
         line = line.replace("Zürich", f"Zürich {name}").replace('"hi"', f'"hi {name}"')
+        # a reply is one message, even if it has several items or blocks
         parent, [output], child = read(json.loads(line))
         response = ModelResponse([1], [2], [-1.0], [0], "stop")
         cache.finish(cache.enter(Interaction(parent, k)), response, output)

@@ -159,12 +159,11 @@ def test_a_template_that_needs_the_call_of_a_result_is_rendered_in_full(
     ways = "new messages follow the sampled tokens, results of tools are rendered with the whole"
     assert prompts.ways == f"{ways} history"
     called = said("", ("f", {}))
-    cache.finish(
-        cache.enter(Interaction([user("q")])), ModelResponse([1], [2], [-1.0], [0]), called
-    )
+    first = cache.enter(Interaction([user("q")], "a"))
+    cache.finish(first, ModelResponse([1], [2], [-1.0], [0]), called)
     messages = [user("q"), called, {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert prompts.prompt(cache.enter(Interaction(messages))) == full
+    assert prompts.prompt(cache.enter(Interaction(messages, "b"))) == full
     assert written in tokenizer.decode(full)
 
 
@@ -208,9 +207,9 @@ def test_a_strict_template_gets_every_text(tiny_tokenizer: Any, rule: str, talk:
     own = with_template(tiny_tokenizer, template)
     whole = own.decode(PromptBuilder(own).prompt(Interaction(talk)))
     cache = InteractionCache()
-    first = cache.enter(Interaction(talk[:4]))
+    first = cache.enter(Interaction(talk[:4], "a"))
     cache.finish(first, ModelResponse([1], [2], [-1.0], [0]), talk[4])
-    child = PromptBuilder(own).prompt(cache.enter(Interaction(talk)))
+    child = PromptBuilder(own).prompt(cache.enter(Interaction(talk, "b")))
     assert child[:2] == [1, 2]
     for rendered, messages in ((whole, talk), (own.decode(child), talk[5:])):
         assert [m["content"] for m in messages if m["content"] not in rendered] == []
@@ -346,7 +345,8 @@ def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str) -> None:
     )
     tokens = own.encode(text)
     assert read_text(own, tokens, gconfig) == read
-    assert read_text(own, own.encode("a<|im_start|>"), gconfig, True) == "a<|im_start|>"
+    assert read_text(own, tokens, gconfig, "two ") == f"two {read}"  # not in the opening
+    assert read_text(own, own.encode("a<|im_start|>"), gconfig, "", True) == "a<|im_start|>"
 
 
 def test_marks_that_are_special_tokens_are_read(tiny_tokenizer: Any) -> None:
