@@ -196,8 +196,12 @@ class InteractionCache(dict[str, Interaction]):
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
         and the digest of `messages`."""
-        parent, digest = None, 0
-        for message in messages:
+        parent, digest, start = None, 0, 0
+        if self._finished:  # usually, a call continues the latest one
+            whole, latest = next(reversed(self._finished.items()))
+            if messages[: len(latest.conversation)] == latest.conversation:
+                parent, digest, start = latest, whole, len(latest.conversation)
+        for message in messages[start:]:
             digest = extend(digest, message)
             parent = self._finished.get(digest, parent)
         return parent, digest

@@ -3,7 +3,7 @@
     python bench/cache.py            # with the package areal, also its cache
 
 The first part counts, in a conversation of 100 turns whose calls send all of it. `read` counts the
-messages that were brought to canonical form: all that were sent, whose digests find the parent.
+messages that were brought to canonical form: the new ones, because the call continues the latest.
 `rendered` counts those that the chat template rendered, which should not grow.
 
 The second part measures CPU time of this cache and of AReaL's, three times each, alternately, the

@@ -126,12 +126,13 @@ def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
 # ---- messages
 
 
-def canonical(message: Message) -> bytes:
-    """The part of a message that the tree compares."""
-    compared = [message.get(key) for key in ("role", "content", "tool_calls", "tool_call_id")]
+def canonical(message: Message) -> tuple[Any, ...]:
+    """The part of a message that the tree compares, as values with a hash."""
+    text, calls = message.get("content"), message.get("tool_calls")
     if message["role"] == "system":
-        compared[1] = VOLATILE.sub("", message["content"])
-    return orjson.dumps(compared, option=orjson.OPT_SORT_KEYS)
+        text = VOLATILE.sub("", message["content"])
+    written = orjson.dumps(calls, option=orjson.OPT_SORT_KEYS) if calls else None
+    return message["role"], text, message.get("tool_call_id"), written
 
 
 def with_texts(message: Message) -> Message:

@@ -26,7 +26,7 @@ PAIRS = [json.loads(line) for line in LINES]
 TOOL = tool("f")
 
 
-def canonical(message: Message) -> bytes:
+def canonical(message: Message) -> tuple[Any, ...]:
     """What the tree compares of a message that may not be in normal form."""
     return messages.canonical(normal(message))
 
