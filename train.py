@@ -88,9 +88,7 @@ def start_rollout(run: Run) -> None:
 
     # 3. The gate says how many prompt groups may start at the engine's version.
     batch, eta = config.train_dataset.batch_size, rollout.max_head_offpolicyness
-    gate = StalenessManager(
-        engine, rollout.max_concurrent_rollouts or batch * (eta + 1), batch, eta
-    )
+    gate = StalenessManager(engine, config.concurrent_groups, batch, eta)
 
     # 4. The executor runs the workflow or agent on each prompt that the gate admits. It gives the
     #    engine AReaL's methods submit, wait, rollout_batch and prepare_batch.

@@ -44,7 +44,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
             return None
 
     async def play_all() -> list[float | None]:
-        places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
+        places = asyncio.Semaphore(config.concurrent_groups)
         samples = inputs.validation * inputs.n_samples
         plays = (play(i, sample, places) for i, sample in enumerate(samples))
         return await asyncio.gather(*plays)

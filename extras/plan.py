@@ -259,7 +259,7 @@ def check_open_files(config: TrainConfig, limit: int) -> None:
 
 
 def count_episodes(config: TrainConfig) -> int:
-    return (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+    return config.concurrent_groups * config.gconfig.n_samples
 
 
 def step_tokens(config: TrainConfig) -> int:

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from inference.io_struct import CHECKED, GenerationHyperparameters
@@ -54,6 +54,20 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
 Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Class or FILE.jsonl
+
+
+class ConfigError(Exception):
+    """The configuration is wrong. The message, on one line, says what to change."""
+
+    is_verdict = True  # the message says everything: no traceback
+
+
+def has_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 numbers in hardware."""
+    with suppress(OSError):
+        if "bf16" in Path("/proc/cpuinfo").read_text():
+            return True
+    return Path("/dev/nvidia0").exists()
 
 
 class Keys(BaseModel):
@@ -298,11 +312,35 @@ class TrainConfig(Keys):
         return Path(self.fileroot) / self.experiment_name / self.trial_name
 
     @property
+    def concurrent_groups(self) -> int:
+        """How many prompt groups may run at once."""
+        most = self.train_dataset.batch_size * (self.rollout.max_head_offpolicyness + 1)
+        return self.rollout.max_concurrent_rollouts or most
+
+    @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
         """The sampling of an evaluation: gconfig with one episode per prompt, changed by
         eval_gconfig."""
         merged = self.gconfig.model_dump() | {"n_samples": 1} | self.eval_gconfig
         return GenerationHyperparameters.model_validate(merged)
+
+    @model_validator(mode="after")
+    def resolve(self) -> Self:
+        """Set the defaults that depend on other keys, and refuse keys that contradict each
+        other."""
+        if self.actor.dtype == "auto":
+            self.actor.dtype = "bfloat16" if has_bfloat16() else "float32"
+        for group in (self.server, self.actor):
+            group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
+        _ = self.evaluation_gconfig
+        if self.server.backend == "tiny" and self.server.tp_size > 1:
+            raise ConfigError("server.tp_size: a small server uses one GPU, so raise server.count")
+        if self.mode == "train" and not self.gconfig.trains_exactly:
+            raise ConfigError(
+                "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"
+                " temperature 0: omit them, or set mode=eval"
+            )
+        return self
 
 
 # ---- from the command line to a configuration
@@ -324,12 +362,6 @@ MAIN_KEYS = """mode task workflow callbacks seed max_steps trial_name model_path
 train_dataset.batch_size gconfig.n_samples gconfig.max_new_tokens gconfig.temperature
 rollout.max_head_offpolicyness rollout.stale server.backend actor.eps_clip actor.loss
 actor.optimizer.lr evaluator.interval"""
-
-
-class ConfigError(ValueError):
-    """The configuration is wrong. The message, on one line, says what to change."""
-
-    is_verdict = True  # the message says everything: no traceback
 
 
 @contextmanager
@@ -425,7 +457,6 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     settings = reduce(or_, map(rename, [*map(read_recipe, recipes), words]))
     try:
         config = TrainConfig.model_validate(nest(settings))
-        resolve(config)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
@@ -435,30 +466,3 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         hint = " or ".join(map(repr, near)) or "one of --help-all"
         raise ConfigError(f"unknown key {name!r}: did you mean {hint}?") from error
     return config, options
-
-
-def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 numbers in hardware."""
-    with suppress(OSError):
-        if "bf16" in Path("/proc/cpuinfo").read_text():
-            return True
-    return Path("/dev/nvidia0").exists()
-
-
-def resolve(config: TrainConfig) -> None:
-    """Set the defaults that depend on other keys, and refuse keys that contradict each other."""
-    if config.actor.dtype == "auto":
-        config.actor.dtype = "bfloat16" if has_bfloat16() else "float32"
-    for group in (config.server, config.actor):
-        group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
-    rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
-    most = data.batch_size * (rollout.max_head_offpolicyness + 1)
-    rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or most
-    _ = config.evaluation_gconfig
-    if config.server.backend == "tiny" and config.server.tp_size > 1:
-        raise ConfigError("server.tp_size: a small server uses one GPU, so raise server.count")
-    if config.mode == "train" and not gconfig.trains_exactly:
-        raise ConfigError(
-            "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"
-            " temperature 0: omit them, or set mode=eval"
-        )
