@@ -333,8 +333,11 @@ class TrainConfig(Keys):
         for group in (self.server, self.actor):
             group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
         _ = self.evaluation_gconfig
-        if self.server.backend == "tiny" and self.server.tp_size > 1:
-            raise ConfigError("server.tp_size: a small server uses one GPU, so raise server.count")
+        if self.server.backend == "tiny" and not self.rollout.server_addrs:
+            if self.server.tp_size > 1:
+                raise ConfigError("server.tp_size: a small server uses one GPU; raise server.count")
+            if self.weight_update.mode != "disk":
+                raise ConfigError("weight_update.mode: a small server reads weights from disk only")
         if self.mode == "train" and not self.gconfig.trains_exactly:
             raise ConfigError(
                 "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"

@@ -196,7 +196,6 @@ THERE = "rollout.server_addrs=['http://10.0.0.5:30000']"
         (8, 8, ["server.count=2"], SHARE),
         (2, 1, [], ""),
         (8, 4, ["server.count=2", "server.tp_size=2"], ""),
-        (1, 1, ["server.backend=tiny", "server.device=cpu"], ""),  # gloo
         (0, 1, [THERE], ITSELF),
         (0, 1, [THERE, "weight_update.address=10.0.0.7"], ""),
         (0, 1, ["rollout.server_addrs=['http://127.0.0.1:30000']"], ""),

@@ -35,6 +35,7 @@ def config_of(*words: str) -> TrainConfig:
         (["--config", "gsm8k", "gconfig.top_p=0.9"], "cannot reproduce samples"),
         (["eval_gconfig.temprature=0"], "unknown key 'temprature'"),
         (["trial_name=../../escape"], "trial_name="),
+        (["weight_update.mode=distributed"], "weight_update.mode: a small server"),
         (["workflow=task.guess.GuessAgent"], "there is no module 'task.guess'"),
         (["actor.loss=extras.losses.cisp"], "extras.losses has no cisp"),
         (["train_dataset.path=nowhere.jsonl"], "there is no such file"),
