@@ -200,8 +200,8 @@ RULES = (
         "truncated",
         5,
         lambda m, c: share(m, "truncated", "rows"),
-        0.5,
-        "More than half of the rows end at the length limit, so the rewards judge unfinished "
+        0.75,  # in a healthy maze, up to half of a beginner's walks
+        "Three quarters of the rows end at the length limit, so the rewards judge unfinished "
         "answers. Raise gconfig.max_new_tokens, or find out why answers do not end (often because "
         "a stop token is missing).",
     ),

@@ -70,7 +70,7 @@ CASES: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("kl", "kl", [0.3, 0.0, 0.4, 0.0, 40.0], [0.0, 0.19, 3.0, 40.0, 0.05], {}),
     ("entropy", "entropy", [0.6] * 5 + [0.1] * 5, [0.6] * 5 + [0.13] * 5, {}),
     ("entropy", "success", 0.5, 0.95, {"entropy": [0.6] * 8 + [0.0] * 2}),
-    ("truncated", "truncated", [70] * 5, [100, 50, 50, 50, 40], {}),
+    ("truncated", "truncated", [95] * 5, [120, 85, 85, 85, 70], {}),
     ("no_signal", "no_signal_share", [0.9] * 5, [0.9, 0.7, 0.7, 0.7, 0.9], {}),
     ("no_signal", "success", 0.5, 0.95, {"no_signal_share": 1.0, "reward_std": 0.0}),
     ("zero_gradients", "grad_norm", [0.0] * 3, [0.0, 0.0, 1e-4], {}),
