@@ -27,8 +27,8 @@ pause mode becomes `abort`, so that each segment has one version.
 (extras/replay.py).
 
 **Limits**: in mode `abort`, a stop string that spans two segments is not found, and a penalty
-counts only the current segment's tokens. If a server fails, the engine asks the next one, up to
-`request_retries` times.
+counts only the current segment's tokens. **Failures**: if a server fails, the engine asks the next
+one, up to `request_retries` times.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ of a group is the lag of its oldest trained token, whose version is the group's 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
 group holds a place, and so does every group accepted since the run began:
 
-    enqueued -> running -> accepted   (holds its place for ever; each version adds B places)
+    enqueued -> running -> accepted   (keeps its place when it is consumed; each version adds B)
                         -> rejected   (gives it back; failed groups count as rejected)
 
 A dropped or withdrawn group also gives its place back. The gate never deadlocks. Suppose the
@@ -26,8 +26,8 @@ would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, it reaches a
 - **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
   with a lag above eta out of the loss. A group's last tokens are never too old. *Proof:* number the
   groups in order of finish. When group p ends, at version f, groups 1 to p hold places. So p <=
-  (eta + f + 1) B, and a step takes group p at version eta + f at the latest. A group whose tokens
-  are all too old is dropped.
+  (eta + f + 1) B, and a step takes group p at version eta + f at the latest. A group whose trained
+  tokens are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
 The bound holds if every step consumes B groups and versions never fall. Otherwise the age check

@@ -21,8 +21,8 @@ begins a new conversation.
 **References.** An id may stand for the history (`previous_response_id`) or for an item
 (`item_reference`). `find` looks the id up in the session.
 
-**Parameters** that could change the answer are used or refused; others are ignored. Images, files
-and unknown blocks stay in later calls, so a refusal would repeat. They become a placeholder.
+**Parameters** are used, or refused if UNSUPPORTED names them. Others are ignored. Images, files and
+unknown blocks stay in later calls, so a refusal would repeat. They become a placeholder.
 """
 
 import contextlib

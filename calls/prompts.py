@@ -14,9 +14,9 @@ SENTINEL. So an answer stays as it was sampled, even if the template would strip
 whole conversation is then one sequence to train on.
 
 This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tests this
-with two conversations. The second has a tool's result, which some templates write into the call.
-If the first does not end with its tail, all prompts are rendered whole. If the second does not,
-those with new results are. So are turns whose tools differ from their parent's: new rows in concat.
+with two conversations. The second has a tool's result, which some templates write into the call. If
+the first does not end with its tail, all prompts are rendered whole. If the second does not, those
+with new results are. A turn with other tools than its parent is rendered whole, too, as a new row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message instead of two. If a text is still missing, the call is refused.

@@ -15,8 +15,8 @@ its new messages contain whole, and the calls that its header names (`Session._l
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are not trained. Such a call has no
-tools, parent or child, and its first message matches SIDE. The same holds for all calls with this
-first message. If it holds for all calls of a session, none is a side conversation.
+tools, parent or child, and its first message matches SIDE. Calls with the same first message are
+judged together. If all calls of a session would be side conversations, none is.
 """
 
 import itertools

@@ -3,6 +3,7 @@
 The key `callbacks` names classes such as extras.doctor.Doctor. A run creates each with
 `Class(config)` and calls its methods on every rank. Every method is optional:
 
+    hooks(run)          may return hooks of the engine, as {class path: its arguments}
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
     on_step(metrics)    after the step's line is in metrics.jsonl

@@ -14,8 +14,8 @@ If a workflow returns None or raises, its sample is rejected and another one is 
 keeps the arguments of the `prepare_batch` call that drew it.
 
 **A restart** draws the samples again from the first, but skips closed positions. Their samples were
-consumed or rejected. If positions 0 to 7 were drawn and 0 to 3 trained on, the checkpoint holds
-{"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again, and then 8.
+consumed, rejected, dropped or withdrawn. If positions 0 to 7 were drawn and 0 to 3 trained on, the
+checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again, and then 8.
 
 `submit` also uses up ids. If a run called it or used two dataloaders, the positions are wrong after
 a restart. If other groups fill the gate, rollout_batch waits for ever.

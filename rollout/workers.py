@@ -1,7 +1,7 @@
 """Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
 Such code may compute for minutes, hang or crash. In the event loop that all episodes share, it
-would stop them. So a pool runs each call in a process that can be killed:
+would stop every episode. So a pool runs each call in a process that can be killed:
 
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line

@@ -1,10 +1,10 @@
 """Save and load the checkpoints of a run.
 
-recover/step00040 holds model and optimizer, and lists the prompts that steps 1 to 40 consumed. On a
-restart, a prompt runs again if no step has consumed its answers. So no prompt is skipped, and none
-is trained on twice. A checkpoint gets its name only when it is complete. We also keep the second
-newest, because the disk may damage the newest. sums.json has every file's checksum. On a restart,
-run/log.py removes from metrics.jsonl the lines of steps after the checkpoint.
+recover/step00040 holds model and optimizer, and lists the prompts that are done: consumed by steps
+1 to 40, or rejected or dropped. On a restart all others run again. So no prompt is skipped, and
+none is trained on twice. A checkpoint gets its name only when it is complete. We also keep the
+second newest, because the disk may damage the newest. sums.json has every file's checksum. On a
+restart, run/log.py removes from metrics.jsonl the lines of steps after the checkpoint.
 """
 
 import hashlib

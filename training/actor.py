@@ -15,7 +15,7 @@ makes the same mini-batches; only the passes are divided. The ranks' gradients a
 rank's gradient.
 
 **Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no
-optimizer state. No checkpoint in recover/ holds them, and only the first push sends them.
+optimizer state. No checkpoint in recover/ holds them, and a server gets them only once.
 
 **Numbers.** Parameters and optimizer are float32. For a pass on a GPU, FSDP casts everything to
 `dtype`; on a CPU, autocast casts only the matrix products. A token's log-probability is computed at

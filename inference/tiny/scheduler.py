@@ -12,7 +12,7 @@ B begin with the same 40 tokens, and C is a long prompt of another session:
     A ends            slots B C (A)   B moved; slot 2 keeps the keys of A for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
-cache. A cache of 16,384 tokens has 85 slots of 192 tokens or 32 of 512 tokens. When a sequence
+cache. A cache of 16,384 tokens holds 85 slots of 192 tokens or 32 of 512 tokens. When a sequence
 outgrows its slot, all slots become longer and fewer. A sequence that loses its slot goes back to
 its queue, and its keys are computed again later. To avoid this, slots grow only when needed.
 
