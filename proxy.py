@@ -294,13 +294,12 @@ def main(argv: list[str] | None = None) -> int:
             hooks = make_named(args.hooks)
             engine = RemoteInfEngine(args.server, key=args.server_key, hooks=hooks)
             engine.initialize()
-            args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
             proxy = Proxy(
                 engine,
                 tokenizer,
                 args.admin_key,
                 seed=args.seed,
-                sampling=args.sampling,
+                sampling={"max_new_tokens": engine.context_length} | args.sampling,
                 tool_call_parser=args.tool_call_parser,
             )
             print(f"proxy at http://{args.host}:{listener.getsockname()[1]}", flush=True)

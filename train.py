@@ -125,7 +125,7 @@ class PPOTrainer:
 
     def __init__(self, config: TrainConfig, run: Run | None = None) -> None:
         self.run = run or Run(config)
-        self.config = config
+        self.config = config = self.run.config
         names = config.callbacks + (["extras.trace.Trace"] if config.rollout.enable_tracing else [])
         self.run.callbacks += [import_name(name)(config) for name in names]
 
@@ -154,7 +154,7 @@ class PPOTrainer:
         start_trainer(run)
         run.wait_until_ready()
         keys = config.weight_update
-        name = f"weights-{config.experiment_name}-{config.trial_name}"
+        name = f"weights{run.run_dir.absolute()}".replace("/", "-")
         folder = Path(keys.path or run.run_dir) / name
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
         self.meta = WeightUpdateMeta(mode=keys.mode, path=str(folder), address=keys.address)

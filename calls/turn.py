@@ -51,7 +51,7 @@ class Turn:
         protocol: Protocol,
         ask: AgentRequest,
         answer: Answer,
-        named: Iterable[str] = (),
+        named: Iterable[str],
     ) -> None:
         self.session, self.ask = session, ask
         self.form = protocol(ask, secrets.token_hex(16))  # writes the reply

@@ -114,10 +114,12 @@ def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
     """DAPO: a turn that was cut at its token limit might have succeeded with more tokens. So such
-    turns are masked in batch["loss_mask"], and count in no loss and no baseline."""
+    turns are masked in batch["loss_mask"], and count in no loss and no baseline. If all are cut,
+    none is masked."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
-    batch["loss_mask"] = batch["loss_mask"].masked_fill(cut, 0)
+    kept = batch["loss_mask"].masked_fill(cut, 0)
+    batch["loss_mask"] = kept if kept.any() else batch["loss_mask"]
     return base(batch, **keys)
 
 
@@ -125,7 +127,7 @@ def row_mean(
     batch: Batch, *, length: int | None = None, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
     """Every row counts the same in the loss, as in GRPO. Dr. GRPO (2503.20783): with `length` L
-    every token counts 1 / (rows * L)."""
+    every token counts 1 / (rows * L). Both hold if actor.ppo_n_minibatches is 1."""
     # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
     # n tokens in this one.
     A = base(batch, **keys)

@@ -15,11 +15,10 @@ import time
 from typing import Any
 
 from cache import finite
-from extras.failures import Failures
+from extras.failures import Failures, logger
 from run.config import ConfigError, TrainConfig
 from run.evaluate import Evaluation, conclude, describe
 from run.inputs import Inputs, load_dataset, load_workflow
-from run.log import logger
 from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from extras import printable
-from run.log import logger
 
+logger = logging.getLogger("pocket_areal")  # the parent of all the project's loggers
 LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 
 

@@ -108,7 +108,7 @@ def icepop(
 ) -> Result:
     """IcePop (2510.18855): tokens with w < floor are left out like those above the cap. If only
     large weights were dropped, the mean of w would fall below 1."""
-    low = log_ratio(prox_logp, old_logp, loss_mask.bool()) < math.log(floor)
+    low = log_ratio(prox_logp, old_logp, loss_mask.bool()).exp() < floor
     return leave_out(low, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
 
 
@@ -133,7 +133,7 @@ def reject(
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)
     bad |= over_rows(log_w.square() / 2, mask, sequence_ids, "amax") > k2
-    bad |= over_rows(log_w, mask, sequence_ids, "amin") < math.log(veto)
+    bad |= over_rows(log_w, mask, sequence_ids, "amin").exp() < veto
     return leave_out(bad, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
 
 

@@ -34,7 +34,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from subprocess import PIPE, Popen
 from typing import Any
-from urllib.parse import urlsplit
 
 CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve({})"
 
@@ -50,6 +49,12 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
         raise
 
 
+def bypass() -> dict[str, str]:
+    """Variables with which a child reaches this machine without an HTTP proxy."""
+    hosts = os.environ.get("NO_PROXY", "") + ",127.0.0.1,localhost"
+    return {"NO_PROXY": hosts, "no_proxy": hosts}
+
+
 class Worker:
     """A process that runs one call after another, and a thread that waits for its answers. We do
     not use uvloop's subprocesses, because they would outlive the loop."""
@@ -57,6 +62,7 @@ class Worker:
     def __init__(self) -> None:
         words = sys.executable, "-u", "-c", CODE.format(sys.path, os.getpid())
         env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
+        env |= bypass()
         self.process: Any = Popen(words, stdin=PIPE, stdout=PIPE, start_new_session=True, env=env)
         self._thread = ThreadPoolExecutor(1)
 
@@ -154,12 +160,11 @@ _runner = functools.cache(asyncio.Runner)
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
     """Run an agent's episode. Clients that the agent makes without arguments find URL and key in
-    the environment. They bypass an HTTP proxy."""
+    the environment."""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its SDK appends /v1/messages
         "ANTHROPIC_API_KEY": api_key,
     }
-    os.environ.setdefault("NO_PROXY", urlsplit(base_url).hostname or "")
     return _runner().run(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))

@@ -454,9 +454,11 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     recipes = options.config or ["demo"]
     words: dict[str, Any] = {}
     for word in options.words:
-        name, _, value = word.partition("=")
+        name, given, value = word.partition("=")
+        if given and not value:
+            raise ConfigError(f"{word} lacks its value; write {word}null for none")
         with one_line(name):
-            words |= flatten({name: yaml.safe_load(value)})
+            words |= flatten({name: value if name.endswith("_name") else yaml.safe_load(value)})
     settings = reduce(or_, map(rename, [*map(read_recipe, recipes), words]))
     try:
         config = TrainConfig.model_validate(nest(settings))

@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 
 from inference.serve import free_port
+from rollout.workers import bypass
 from run.config import ROOT, ConfigError, ServerConfig, TrainConfig, has_bfloat16
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
@@ -108,14 +109,12 @@ class Child:
 def environment(gpus: list[str]) -> dict[str, str]:
     """The environment of a child that uses these GPUs."""
     kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
-    direct = os.environ.get("NO_PROXY", "") + ",127.0.0.1,localhost"
     return kept | {
         "HF_HUB_OFFLINE": "1",
         "POCKET_AREAL_PARENT": str(os.getpid()),
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "NO_PROXY": direct,
-        "no_proxy": direct,
+        **bypass(),
     }
 
 

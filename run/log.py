@@ -5,7 +5,6 @@ a step: every token with its version, its log-probabilities under three policies
 """
 
 import json
-import logging
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,8 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-logger = logging.getLogger("pocket_areal")  # the parent of all the project's loggers
 
 # Counts of groups and their members since the previous step.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")

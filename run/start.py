@@ -57,7 +57,9 @@ class Run:
     def __init__(self, config: TrainConfig, force: bool = False) -> None:
         """Claim the run's folder, find its model, and start the servers. `force` continues a run
         begun with other code. Raises ConfigError if the run cannot start."""
-        self.config, self.rank = config, int(os.environ.get("RANK", 0))
+        # A copy, since the run settles names and paths in it
+        self.config = config = TrainConfig.model_validate(config.model_dump())
+        self.rank = int(os.environ.get("RANK", 0))
         self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
         self.step, self.last_step = 0, config.max_steps  # `step` is the last finished one
         self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
@@ -78,18 +80,25 @@ class Run:
         """The folder that the run writes to."""
         return self.config.run_dir
 
+    @property
+    def origin(self) -> str:
+        """The code, and what determines the order of the prompts."""
+        config = self.config
+        data = config.train_dataset.path or config.task
+        return f"# revision {revision()}, seed {config.seed}, data {data}"
+
     def claim(self, force: bool) -> None:
         """Name the run's folder and lock it. Raises ConfigError if another process has locked it,
-        or if the run began with other code."""
+        or if the run began with other code or data."""
         if self.config.trial_name == "auto":
             self.config.trial_name = time.strftime("%Y%m%d-%H%M%S")
         record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
         if record.is_file() and metrics.exists() and self.config.mode == "train":
             began = record.read_text(errors="replace").partition("\n")[0]
-            if began != f"# revision {revision()}" and not force:
+            if began != self.origin and not force:
                 raise ConfigError(
-                    f"{self.run_dir} was started with other code ({began[2:]}): go back to it, or"
-                    " add --force"
+                    f"{self.run_dir} was started with other code or data ({began[2:]}): go back to"
+                    " it, or add --force"
                 )
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -101,8 +110,8 @@ class Run:
 
     def record(self) -> None:
         """Write config.yaml."""
-        keys = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
-        (self.run_dir / "config.yaml").write_text(f"# revision {revision()}\n{keys}")
+        keys = yaml.safe_dump(self.config.model_dump(mode="json", fallback=str), sort_keys=False)
+        (self.run_dir / "config.yaml").write_text(f"{self.origin}\n{keys}")
 
     def start(self, children: list[Child]) -> list[str]:
         """Start processes that end with the run, and return their URLs at once."""

@@ -52,7 +52,9 @@ def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
     """Make a piece of `rows`. `states` (R, t) holds the index of each token's hidden state, which
     predicts the next token. rows["row"] holds the rows' indices in the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
-    tokens = {key: x[row, before + 1] for key, x in rows.items() if x.dim() == 2}
+    tokens = {
+        key: x[row, before + 1] for key, x in rows.items() if x.shape == rows["loss_mask"].shape
+    }
     tokens |= {"row": rows["row"][row], "column": before + 1}
     return Piece(inputs, tokens | {"predicted_by": states[row, before]})
 

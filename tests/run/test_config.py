@@ -27,6 +27,7 @@ def config_of(*words: str) -> TrainConfig:
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: FileNotFoundError"),
         (["train"], "unknown key 'train'"),
         (["max_steps"], "max_steps=None"),
+        (["model_path="], "model_path= lacks its value"),
         (["max_steps=["], "max_steps: ParserError: while parsing"),
         (["max_steps=0"], "greater than or equal to 1"),
         (["rollout.pause_mode=now"], "'retract' or 'abort'"),

@@ -54,7 +54,7 @@ def test_a_run_goes_on_under_its_own_code(tmp_path: Path, claim: Callable[..., R
     record.write_text(record.read_text().replace(revision(), "0123", 1))
     claim()  # it has no step that other code could have made
     metrics.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"was started with other code \(revision 0123\)"):
+    with pytest.raises(ConfigError, match=r"other code or data \(revision 0123, seed 1,"):
         claim()
     claim(force=True).record()
     claim()
