@@ -91,6 +91,7 @@ class InteractionWithTokenLogpReward:
     # set by a session: the first message's digest, and the digests that begin no side conversation
     opening: int = 0
     agents: set[int] = field(default_factory=set)
+    named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)  # by its header
     # set by an export:
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
@@ -104,6 +105,11 @@ class InteractionWithTokenLogpReward:
         """Whether this is a side conversation. Calls with the same first message are judged
         together: if any has tools or a parent, none is a side conversation."""
         return bool(self.agents) and self.opening not in self.agents
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether this is a side conversation that nobody rewarded."""
+        return self.is_side and self.reward is None
 
     @property
     def tokens(self) -> ModelResponse:
@@ -250,7 +256,7 @@ class InteractionCache(dict[str, Interaction]):
         self._discounted = True
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
         for call in reversed(self.finished()):  # a call began after those that it reads
-            if is_left_out(call):
+            if call.is_left_out:
                 continue
             # R(i) = r(i) + gamma * mean R(c)
             call.reward = (call.reward or 0.0) + gamma * fmean(below[call] or [0.0])
@@ -266,11 +272,6 @@ class InteractionCache(dict[str, Interaction]):
         check_style(style)
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
-
-
-def is_left_out(call: Interaction) -> bool:
-    """Return whether this is a side conversation that nobody rewarded."""
-    return call.is_side and call.reward is None
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
@@ -317,11 +318,11 @@ def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
         **{key: [value] * length for key, value in NOT_SAMPLED.items()},
         "rewards": leaf.reward or 0.0,
         "truncated": int(last.stop_reason == "length"),
-        "side_conversations": int(is_left_out(leaf)),
+        "side_conversations": int(leaf.is_left_out),
     }
     for turn, trained in turns:
         said, n = turn.tokens, turn.tokens.output_len
-        is_trained = trained and said.trains_exactly and not is_left_out(turn)
+        is_trained = trained and said.trains_exactly and not turn.is_left_out
         sampled = {
             "loss_mask": [int(is_trained)] * n,
             "logprobs": said.output_logprobs,

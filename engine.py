@@ -207,7 +207,7 @@ class RemoteInfEngine:
         self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
 
     def update_weights(
-        self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None
+        self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] = ()
     ) -> None:
         """Send version `meta.version` to all servers. Call `pause` first."""
         weights.send(meta, self.servers.post_all, buckets)

@@ -101,11 +101,10 @@ def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return turns // 2**32, turns % 2**32, turn_of
 
 
-def find_cells(level: str, per_turn: bool, groups: Tensor, turn_ids: Tensor) -> Tensor:
+def find_cells(level: str, groups: Tensor, turn_ids: Tensor) -> Tensor:
     """Return the index of each turn's cell, (N,). A turn is compared with the turns in its cell."""
     group = groups if level == "group" else torch.zeros_like(groups)
-    turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
-    return torch.unique(torch.stack([group, turn]), dim=1, return_inverse=True)[1]
+    return torch.unique(torch.stack([group, turn_ids]), dim=1, return_inverse=True)[1]
 
 
 def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
@@ -140,11 +139,11 @@ def compute_advantages(
     R = rewards.new_zeros(len(rows)).scatter(0, turn_of, rewards * reward_scaling)  # (N,)
 
     # A = (R - mean) / std
-    A, groups = R, batch["group_ids"][rows].long()
+    A, groups, turn_ids = R, batch["group_ids"][rows].long(), turn_ids * per_turn
     if mean_level != "none":
-        A = R - cell_mean(R, find_cells(mean_level, per_turn, groups, turn_ids))
+        A = R - cell_mean(R, find_cells(mean_level, groups, turn_ids))
     if std_level != "none":
-        A = A / cell_std(R, find_cells(std_level, per_turn, groups, turn_ids))
+        A = A / cell_std(R, find_cells(std_level, groups, turn_ids))
     advantages = torch.zeros(trained.shape)
     advantages[trained] = A.float()[turn_of]
     return advantages

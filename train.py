@@ -113,7 +113,6 @@ def start_trainer(run: Run) -> None:
     config = run.config
     run.actor = FSDPPPOActor(config.actor, str(config.model_path))
     run.stack.callback(run.actor.destroy)
-    run.actor.create_process_group()
     run.actor.initialize(max_steps=config.max_steps)
     if config.ref.path is not None:
         run.ref = FSDPEngine(config.actor, config.ref.path)
@@ -180,13 +179,11 @@ class PPOTrainer:
         #        input_ids, loss_mask, versions, turn_ids      (rows, T) int32
         #        logprobs: log pi_behav of every sampled token (rows, T) float32
         #        rewards, group_ids                            (rows,)
-        batch = share(
-            lambda: run.executor.prepare_batch(
-                self.dataloader,
-                workflow=run.inputs.workflow,
-                group_size=config.gconfig.n_samples,
-                should_accept_fn=config.should_accept_fn,
-            )
+        batch = actor.prepare_batch(
+            self.dataloader,
+            workflow=run.inputs.workflow,
+            group_size=config.gconfig.n_samples,
+            should_accept_fn=config.should_accept_fn,
         )
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
         clock.mark("rollout_wait_s")

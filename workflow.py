@@ -135,21 +135,22 @@ class RLVRWorkflow(RolloutWorkflow):
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        self.async_reward_fn = AsyncRewardWrapper(import_named(self.reward_fn))
+        self.async_reward_fn = AsyncRewardWrapper(import_name(self.reward_fn))
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         response = await self.turn(engine, self.prompt_ids(data["messages"]), turn=0)
         return to_row([response], await self.reward(response, data))
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
-        options = {"add_generation_prompt": True, "return_dict": False}
-        return self.tokenizer.apply_chat_template(messages, **options)
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         context = _context.get()
         gconfig = self.gconfig.for_call(n_samples=1, seed=context.seed_of(turn))
         call = f"{context.name}.{turn}"
-        request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, call=call)
+        request = ModelRequest(input_ids, gconfig=gconfig, call=call)
         return await engine.agenerate(request)
 
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
@@ -284,17 +285,13 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                     await client.set_reward(interaction_id, reward)
             elif rewards is not None:
                 await client.set_last_reward(rewards)
-        options = float(self.discount), self.export_style, self.compaction
-        interactions = await client.export_interactions(*options)
+        interactions = await client.export_interactions(
+            self.discount, self.export_style, self.compaction
+        )
         # Side conversations, which have no reward, come first: the last row must have the
         # episode's reward.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
-
-
-def import_named(thing: Any) -> Any:
-    """Import `thing` if it is a path."""
-    return import_name(thing) if isinstance(thing, str) else thing
 
 
 def resolve_workflow(
@@ -309,7 +306,7 @@ def resolve_workflow(
     `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
     is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.
     """
-    resolved, kwargs = import_named(workflow), workflow_kwargs or {}
+    resolved, kwargs = import_name(workflow), workflow_kwargs or {}
     if inspect.isclass(resolved) and issubclass(resolved, RolloutWorkflow):
         takes = inspect.signature(resolved).parameters
         kwargs = {k: x for k, x in (defaults or {}).items() if k in takes} | kwargs

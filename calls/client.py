@@ -25,8 +25,7 @@ from inference.servers import Servers
 TIMEOUT = 600.0  # seconds
 
 # The HTTP library of the installed openai SDK: httpx, or httpx2 since 3.0.
-_sdk_client: Any = openai.DefaultAsyncHttpxClient.__base__
-sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
+sdk_http: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__]
 
 
 class OpenAIProxyClient:

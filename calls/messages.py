@@ -102,7 +102,7 @@ def parse(body: Json, find: Find, history: str = "messages") -> AgentRequest:
     return AgentRequest(
         messages,
         model=get(body, "model", str) or "default",
-        sampling=_sampling(body) | _schema(_first(body, FORMS, dict) or {}),
+        sampling=_sampling(body) | _schema(_first(body, FORMS) or {}),
         tools=tools,
         tool_choice=_tool_choice(body.get("tool_choice"), tools),
         template_kwargs=get(body, "chat_template_kwargs", dict, {}),
@@ -111,9 +111,9 @@ def parse(body: Json, find: Find, history: str = "messages") -> AgentRequest:
     )
 
 
-def _first(body: Json, paths: tuple[str, ...], kind: type) -> Any:
-    """The first of these fields that is set, or None."""
-    return next(filter(None, (get(body, path, kind) for path in paths)), None)
+def _first(body: Json, paths: tuple[str, ...]) -> Json | None:
+    """The first of these objects that is set, or None."""
+    return next(filter(None, (get(body, path, dict) for path in paths)), None)
 
 
 def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
@@ -284,7 +284,7 @@ def _tools(body: Json) -> list[Json]:
         function = {
             "name": name,
             "description": get(given, "description", str, "", where),
-            "parameters": _first(given, ("parameters", "input_schema"), dict)
+            "parameters": _first(given, ("parameters", "input_schema"))
             or {"type": "object", "properties": {}},
         }
         tools.append({"type": "function", "function": function})

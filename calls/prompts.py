@@ -154,12 +154,14 @@ class PromptBuilder:
 def stricter(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield the messages, then variants of the same texts for stricter templates."""
     yield messages
-    yield merge(messages)
-    yield one_call_each(merge(messages))
+    merged = merge(messages)
+    yield merged
+    yield one_call_each(merged)
     no_system = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
-    yield one_call_each(merge(no_system))
-    yield short_ids(merge(messages))
-    yield short_ids(one_call_each(merge(no_system)))
+    single = one_call_each(merge(no_system))
+    yield single
+    yield short_ids(merged)
+    yield short_ids(single)
 
 
 def merge(messages: list[Message]) -> list[Message]:

@@ -62,7 +62,6 @@ class Session:
     # For links and side conversations:
     # call that none continues -> its `needle`, and the needle's `longest_run`
     leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
-    named: dict[str, list[Interaction]] = field(default_factory=dict)  # by a call's id
     agents: set[int] = field(default_factory=set)  # openings that begin no side conversation
 
     def check_open(self) -> None:
@@ -90,9 +89,9 @@ class Session:
     def enter(self, call: Interaction, named: Iterable[str] = ()) -> None:
         """Add a call to the tree, and find what it reads. Raises Refusal for an unknown id in
         `named`."""
-        names = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
+        call.named = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
         self.cache.enter(call)
-        self._link(call, names)
+        self._link(call)
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
         """Complete a call."""
@@ -104,7 +103,7 @@ class Session:
         if not looks_like_side(call):
             self.agents.add(call.opening)
 
-    def _link(self, call: Interaction, names: list[Interaction]) -> None:
+    def _link(self, call: Interaction) -> None:
         """Let `call` also read the calls that it names, and the leaves whose answers its new
         messages copy. If one of these calls has read another, the other is left out.
 
@@ -115,7 +114,7 @@ class Session:
         Brackets mark calls. Between the tool call and its result, a sub-agent wrote the report. So
         the sub-agent's first call reads the parent, too.
         """
-        parent = call.parent
+        parent, named = call.parent, call.named
         new = call.messages[len(parent.conversation) if parent else 0 :]
         text = "" if looks_like_side(call) else squeeze_all(new)
         runs = {"", *RUN.findall(text)}
@@ -124,18 +123,17 @@ class Session:
             for x, (said, run) in self.leaves.items()
             if run in runs and x is not parent and stands(said, text)
         ]
-        if not (found or names):
+        if not (found or named):
             return
         # A call that is read is no side conversation.
-        self.agents |= {x.opening for x in found + names}
+        self.agents |= {x.opening for x in found + named}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self.leaves[x][0], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.cache.values()))
-            for first in ancestors(reports + names).intersection(later):
+            for first in ancestors(reports + named).intersection(later):
                 first.reads = first.reads or [parent]
-        self.named[call.interaction_id] = names
-        call.reads = newest(found + names + call.reads)
+        call.reads = newest(found + named + call.reads)
         if not parent:
             call.turn = max(x.turn + 1 for x in call.reads)
 
@@ -146,7 +144,7 @@ class Session:
         finished = self.cache.finished()
         for call in finished if cut else ():
             parent = [call.parent] if call.parent else []
-            call.reads = newest(self.named.get(call.interaction_id, []) + parent)
+            call.reads = newest(call.named + parent)
         leads = ancestors(call for call in finished if call.reward is not None)
         self.cache.apply_reward_discount(turn_discount, leads)
 

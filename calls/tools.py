@@ -47,7 +47,7 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
                 at = end.end()
 
 
-def split_thinking(text: str, ended: bool = False) -> tuple[str, str]:
+def split_thinking(text: str, ended: bool) -> tuple[str, str]:
     """Return the reasoning, and the text after it. If an answer has `ended` without closing its
     reasoning, the model has skipped the reasoning that the prompt began. Then the whole answer is
     text."""

@@ -78,7 +78,7 @@ def take_tour() -> dict[str, Any]:
                 gates.append(read_gate(run.executor))
             tokenizer = run.inputs.tokenizer
             # all games: tensors (4, T) or (4,)
-            group = load_file(config.run_dir / "tokens" / "00002.safetensors")
+            group = load_file(trainer.config.run_dir / "tokens" / "00002.safetensors")
     turns = group["turn_ids"]
     # The longest game that found the secret.
     longest = int((turns.amax(1) + group["rewards"]).argmax())

@@ -37,7 +37,7 @@ def rloo(
     """RLOO (2402.14740): the baseline is the mean return of the cell's other turns."""
     A = base(batch, mean_level=mean_level, per_turn=per_turn, **keys)
     rows, turn_ids, turn_of = number_turns(batch)
-    cell = find_cells(mean_level, per_turn, batch["group_ids"][rows].long(), turn_ids)
+    cell = find_cells(mean_level, batch["group_ids"][rows].long(), turn_ids * per_turn)
     n = torch.bincount(cell)[cell]  # (N,)
     # R_i - (sum R - R_i) / (n - 1) = n / (n - 1) * (R_i - mean R); a lone turn has A = 0
     A[batch["loss_mask"] > 0] *= (n / (n - 1).clamp(min=1))[turn_of]

@@ -284,7 +284,7 @@ class Replay:
             self.step_of = {task: v + 1 for v in range(run.last_step) for task in consumed[v]}
             self.running: list[int] = []  # started, and not consumed
             self.samples: list[Any] = []  # of task 0, 1, ...
-            run.executor.prepare_batch = self.prepare_batch
+            run.engine.prepare_batch = self.prepare_batch
 
     def on_event(self, name: str, task: int, details: Fact) -> None:
         if name in ("start", "finish", "consume"):

@@ -11,7 +11,6 @@ Some clients cannot read NaN, half a surrogate pair or hundreds of levels of nes
 are refused at once.
 """
 
-import functools
 import importlib
 from typing import Any
 
@@ -47,9 +46,10 @@ def _whole(value: Any) -> Any:
 
 def write_json(value: Any, name: str) -> bytes:
     """Return `value` as JSON. Raises Refusal if clients could not read it."""
-    nested = functools.reduce(lambda inner, _: [inner], range(ROOM), value)
+    for _ in range(ROOM):
+        value = [value]
     try:
-        return orjson.dumps(nested)[ROOM:-ROOM]
+        return orjson.dumps(value)[ROOM:-ROOM]
     except TypeError as error:
         raise Refusal(f"{name}: it is nested too deeply, or no text: {error}") from error
 
@@ -70,9 +70,11 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
     return default if value is None else value
 
 
-def import_name(path: str) -> Any:
-    """Import module.name. Any error propagates. pkgutil.resolve_name would hide an ImportError
-    inside the module."""
+def import_name(path: Any) -> Any:
+    """Import module.name, and return anything but a text unchanged. Any error propagates.
+    pkgutil.resolve_name would hide an ImportError inside the module."""
+    if not isinstance(path, str):
+        return path
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

@@ -98,7 +98,7 @@ def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: s
     for file in Path(source_dir).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copy(file, partial)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     partial.replace(target)
@@ -108,16 +108,14 @@ def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: s
 # ---- to the servers
 
 
-def send(
-    meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None
-) -> None:
+def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = ()) -> None:
     """Send version `meta.version` to all servers, from its folder or from `buckets`.
 
     Raises EngineError with the errors of all servers that failed.
     """
     label(post_all, f"{meta.version}-incomplete")
     if meta.mode == "distributed":
-        update_from_distributed(meta, post_all, buckets or ())
+        update_from_distributed(meta, post_all, buckets)
         label(post_all, str(meta.version))
         return
     body: dict[str, Any] = {"flush_cache": True, "abort_all_requests": False}

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import workflow as workflows
 from calls.sessions import ProxyAddress
+from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters
 from rollout import trajectory
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState
@@ -192,7 +193,7 @@ class WorkflowExecutor:
         one = workflows.resolve_workflow(workflow, kwargs, proxy=proxy, defaults=defaults)
         size = group_size or self.gconfig.n_samples
         group = workflows.GroupedRolloutWorkflow(one, size, self.gate.on_members_failed)
-        return group, workflows.import_named(accept)
+        return group, import_name(accept)
 
     # ---- restarts
 

@@ -12,8 +12,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -451,7 +449,9 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
-    recipes = options.config or ["demo"]
+    settings: dict[str, Any] = {}
+    for recipe in options.config or ["demo"]:
+        settings |= rename(read_recipe(recipe))
     words: dict[str, Any] = {}
     for word in options.words:
         name, given, value = word.partition("=")
@@ -459,7 +459,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
             raise ConfigError(f"{word} lacks its value; write {word}null for none")
         with one_line(name):
             words |= flatten({name: value if name.endswith("_name") else yaml.safe_load(value)})
-    settings = reduce(or_, map(rename, [*map(read_recipe, recipes), words]))
+    settings |= rename(words)
     try:
         config = TrainConfig.model_validate(nest(settings))
     except ValidationError as error:

@@ -169,8 +169,8 @@ def test_discounting_is_its_recursive_definition(
     evenly and shrinks by gamma. Without links, a call reads only what it continues or names."""
     played, discounted = play(session), play(session)
     cache = played.cache
-    for name, call in () if links else cache.items():
-        reads = [x for x in {call.parent, *played.named.get(name, [])} if x is not None]
+    for call in () if links else cache.values():
+        reads = [x for x in {call.parent, *call.named} if x is not None]
         call.reads = [x for x in reads if not any(x in ancestors(y.reads) for y in reads)]
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
     readers = {n: [c for c in own if cache[n] in cache[c].reads] for n in own}
@@ -206,7 +206,7 @@ def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
         above = ancestors([call])
         assert all(place[read] < k for read in call.reads)
         assert call.parent is None or call.parent in above
-        assert above.issuperset(played.named.get(call.interaction_id, []))
+        assert above.issuperset(call.named)
         new = call.messages[len(call.parent.conversation) if call.parent else 0 :]
         for answer in list(cache.values())[:k]:
             said = answer.output_message_list[0]["content"] if answer.complete else ""

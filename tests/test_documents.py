@@ -547,7 +547,7 @@ def test_a_custom_workflow_is_trained(
     trainer = PPOTrainer(config)
     names = {"trainer": trainer, "tokenizer": tiny_tokenizer, "config": config}
     execute("train", MyWorkflow=custom, **names)
-    (line,) = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    (line,) = (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["tokens"] > 0
     assert json.loads(line)["success"] == 1.0
     assert not torch.distributed.is_initialized()

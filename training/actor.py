@@ -242,7 +242,7 @@ class FSDPPPOActor(FSDPEngine):
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
-        """The engine's next batch, on every rank. AReaL's loop asks the actor for it."""
+        """The engine's next batch, on every rank."""
         return share(lambda: self.rollout.prepare_batch(dataloader, **options))
 
     def policies(self) -> tuple[str, str]:

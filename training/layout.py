@@ -98,8 +98,10 @@ def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
     keys = filter(UNUSUAL.search, shape.to_dict())
     refused = [key for key in keys if getattr(shape, key) not in (None, False, 1)]
-    refused += ["a bias of the logits"] * (getattr(head, "bias", None) is not None)
-    refused += beyond if actor.enable_tree_training else ()
+    if getattr(head, "bias", None) is not None:
+        refused += ["a bias of the logits"]
+    if actor.enable_tree_training:
+        refused += beyond
     if refused:
         raise ValueError(f"{type(model).__name__} cannot be trained, because of {refused}")
     if actor.enable_tree_training:
@@ -111,7 +113,7 @@ def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     return "packed" if actor.dtype == "bfloat16" else "padded"
 
 
-def attend_apart(
+def packed_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -131,6 +133,6 @@ def attend_apart(
     return out.unsqueeze(0), None
 
 
-AttentionInterface.register("packed", attend_apart)
+AttentionInterface.register("packed", packed_attention)
 # cuDNN prepares a plan for every new shape, which nearly every batch has.
 torch.backends.cuda.enable_cudnn_sdp(False)

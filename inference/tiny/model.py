@@ -45,6 +45,7 @@ SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, t
     "mlp_bias": (False,),
     "attention_bias": (False,),
     "use_sliding_window": (False,),
+    "quantization_config": (None,),
     "rope_type": ("default",),
     "type": ("default",),  # the old name of rope_type
 }
@@ -218,7 +219,7 @@ class Model:
             self.layers.append(SimpleNamespace(**joined))
         self.norm = self._fuse(files, "model.", "norm.weight")  # (D,)
         embedding = "model.embed_tokens.weight"
-        self.weights[embedding] = files[embedding].to(self.device, self.dtype)
+        self.weights[embedding] = files[embedding].to(self.device, self.dtype, copy=True)
         head = embedding if config.get("tie_word_embeddings") else "lm_head.weight"
         self.head = self._fuse(files, "", head)  # (D, vocab)
         self.embedding = self.weights[embedding]  # (vocab, D), a view of the head if they are tied
@@ -352,7 +353,11 @@ class Model:
 
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
-        RuntimeError, and changes nothing, if one has another size."""
-        new = {n: named[n].view_as(own) for n, own in self.weights.items() if n in named}
+        RuntimeError, and changes nothing, if all are missing, or one has another shape or a NaN,
+        which would stay in the cache."""
+        new = {name: named[name] for name in self.weights if name in named}
+        fits = (w.shape == self.weights[n].shape and w.sum().isfinite() for n, w in new.items())
+        if not (new and all(fits)):
+            raise RuntimeError("these weights are no finite ones of this model")
         for name, weight in new.items():
             self.weights[name].copy_(weight)

@@ -19,7 +19,8 @@ its queue, and its keys are computed again later. To avoid this, slots grow only
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting one gives up a slot. So a
 session with many long sequences does not shut out the others. If a sequence needs more room than is
-left, it waits, and so do those behind it in its session. Other sessions overtake it.
+left, it waits, and so do those behind it in its session. Other sessions overtake it, but only for
+PATIENCE steps. Then no sequence starts before it.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
@@ -34,6 +35,7 @@ from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
 PREFILL_TOKENS = 512  # most tokens of the prompts that start together
+PATIENCE = 200  # steps for which others may overtake a sequence that needs more room
 PIECE_PAIRS = 2**18  # token-key pairs in a piece: 128 tokens after 2,048, or 16 after 16,384
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
@@ -60,7 +62,7 @@ class Scheduler:
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
-        self.was_piece = False  # whether the last step fed a piece of a long prompt
+        self.decodes_next = False  # even if there are prompts to feed
 
     @property
     def running(self) -> list[Sequence]:
@@ -74,6 +76,7 @@ class Scheduler:
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
+            one.used = one.used or self.steps  # from now on, it waits
             self.queues[one.session].append(one)
 
     def abort(self, rid: str | None = None) -> None:
@@ -119,16 +122,18 @@ class Scheduler:
                 one.append(token, logprob, self.version)
                 if reason := self._finish_reason(one):
                     one.end(reason)
+                    self.decodes_next |= len(feed) > 1
         self._release()
         return True
 
     def _choose(self) -> tuple[int, int, int]:
         """Return the step's first slot, the slot after its last, and the token limit per slot. A
-        decode follows each piece of a long prompt, so the prompt does not stop the others."""
+        decode follows each piece of a long prompt and each answer of one token, so they do not stop
+        the others."""
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
-        if ready and (self.was_piece or max(left) == 1):
-            self.was_piece = False
+        if ready and (self.decodes_next or max(left) == 1):
+            self.decodes_next = False
             return ready[0], ready[-1] + 1, 1  # decode; the slots between are fed a token, too
         return self._prefill(left)
 
@@ -144,7 +149,7 @@ class Scheduler:
             if wider == most or (end + 1 - first) * wider > PREFILL_TOKENS:
                 break
             end, columns = end + 1, wider
-        self.was_piece = columns == most
+        self.decodes_next = columns == most
         return first, end, most
 
     # Who has a slot
@@ -157,26 +162,25 @@ class Scheduler:
         while is_progress:
             runs, is_progress = self._runs(), False
             for session in sorted(self.queues, key=runs.__getitem__):
-                if self.n == len(self.slots):
+                one = self.queues[session][0]
+                length, slots = self.model.fit(max(self.length, len(one.tokens)))
+                if self.n < slots:
+                    self._resize(length)
+                    is_progress |= self._start(session)
+                elif self.n == len(self.slots) or self.steps - one.used > PATIENCE:
                     return
-                is_progress |= self._start(session)
 
     def _start(self, session: str) -> bool:
-        """Give the session's next sequence a slot. Return False if it has to wait: for room, or for
-        keys that a running sequence is about to compute."""
+        """Give the session's next sequence a slot. Return False if it has to wait for keys that a
+        running sequence is about to compute."""
         one = self.queues[session][0]
-        length, slots = self.model.fit(max(self.length, len(one.tokens)))
-        if self.n >= slots:
-            return False
-        self._resize(length)
-
         # Take the idle slot with the longest common prefix; if several have it, the longest idle.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
         for slot, last in enumerate(self.slots[self.n :], self.n):
             cached = common(last.tokens[: last.cached], wanted)
             found.append((cached if cached >= self.worth else 0, -last.used, slot))
-        cached, _, slot = max(found, key=lambda one: one[:2])
+        cached, _, slot = max(found, key=lambda choice: choice[:2])
 
         # A running sequence may share more.
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
@@ -188,7 +192,7 @@ class Scheduler:
             cached = most
 
         one.cached, self.slots[slot] = cached, one
-        self._exchange(slot, self.n)
+        self._exchange(slot)
         self.n += 1
         queue = self.queues.pop(session)
         queue.popleft()
@@ -240,17 +244,18 @@ class Scheduler:
         self.queues[one.session].appendleft(one)
         self.slots[i] = copy(one)  # says whose keys these are, while `one` goes on elsewhere
         self.n -= 1
-        self._exchange(i, self.n)
+        self._exchange(i)
 
     def _release(self) -> None:
         """Exchange each ended sequence with the running one in the highest slot."""
         for i in reversed(range(self.n)):
             if self.slots[i].finish:
                 self.n -= 1
-                self._exchange(i, self.n)
+                self._exchange(i)
 
-    def _exchange(self, i: int, j: int) -> None:
-        if i != j:
+    def _exchange(self, i: int) -> None:
+        """Exchange slot i with the first idle one."""
+        if i != (j := self.n):
             self.model.exchange(i, j, max(self.slots[i].cached, self.slots[j].cached))
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
 
@@ -262,7 +267,8 @@ class Scheduler:
         """Return why the last token ends the sequence, or "" if it does not."""
         token, params = sequence.tokens[-1], sequence.params
         is_stop = token in self.model.eos or token in params.stop_token_ids
-        text = self.decode(sequence.output) if params.stop else ""
+        tail = 4 * max(map(len, params.stop), default=0) + 8  # a token has a byte or more
+        text = self.decode(sequence.output[-tail:]) if params.stop else ""
         if (is_stop and not params.ignore_eos) or any(stop in text for stop in params.stop):
             return "stop"
         return "length" if len(sequence.logprobs) >= params.max_new_tokens else ""

@@ -325,7 +325,7 @@ def test_groups_start_and_are_consumed_as_recorded(repeat: Any) -> None:
     assert found.run.last_step == 2  # not the nine of the configuration
     data, batches = loader([{"n": n} for n in range(10)]), []
     for step in (1, 2):
-        batches.append(found.run.executor.prepare_batch(data, workflow=Echo()))
+        batches.append(found.run.engine.prepare_batch(data, workflow=Echo()))
         found.run.engine.set_version(step)
         found.on_step({"step": step})
     assert [batch["input_ids"][:, 0].tolist() for batch in batches] == [[3, 1], [7, 6]]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainers import DEVICE, gradients, make_batch, prepare
 
 from training import layout
-from training.layout import attend_apart
+from training.layout import packed_attention
 from training.tree_attention import cut_trees
 
 make_actor = trainers.make_actor
@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-    """The attention of attend_apart, by a call for each row."""
+    """The attention of packed_attention, by a call for each row."""
     parts = zip(*(x.split(bounds.diff().tolist(), dim=2) for x in (q, k, v)))
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": True}
     out = [F.scaled_dot_product_attention(*part, **how) for part in parts]
@@ -51,7 +51,7 @@ def test_one_kernel_computes_what_the_rows_alone_give(calls: list[int], groups: 
         inputs = [x.clone().requires_grad_() for x in leaves]
         q, k, v = (x.transpose(1, 2) for x in inputs)  # as transformers passes them
         if is_packed:
-            out, _ = attend_apart(None, q, k, v, None, 0.3, **piece.inputs)
+            out, _ = packed_attention(None, q, k, v, None, 0.3, **piece.inputs)
         else:
             out = one_by_one(q, k, v, piece.inputs["bounds"], 0.3)
         (out * torch.linspace(-1, 1, 16)).sum().backward()
@@ -85,5 +85,5 @@ def test_the_kernel_of_a_gpu_takes_what_it_gets() -> None:
         made = [torch.empty(1, 10, h, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)]
         q, k, v = (x.transpose(1, 2) for x in made)
         bounds = torch.empty(3, device="cuda", dtype=torch.int32)
-        out, _ = attend_apart(None, q, k, v, None, 0.3, bounds=bounds, longest=7)
+        out, _ = packed_attention(None, q, k, v, None, 0.3, bounds=bounds, longest=7)
         assert (out.shape, out.dtype, out.device) == ((1, 10, 4, 128), torch.bfloat16, q.device)
