@@ -34,6 +34,7 @@ one, up to `request_retries` times.
 import asyncio
 import itertools
 import logging
+import math
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
@@ -87,7 +88,7 @@ class RemoteInfEngine:
         self._hooks = self.hooks or Hooks()
         # What changes during a run:
         self.servers = Servers(self.addresses, self.key, self.session)
-        self.context_length: int | None = None  # limit of prompt plus completion
+        self.context_length: Any = math.inf  # limit of prompt plus completion
         self.proxy: Any = None  # a ProxyAddress; the proxy hears of every version
         # Starts the rollouts. rollout/executor.py sets it, and attaches submit, wait,
         # rollout_batch and prepare_batch to this engine.
@@ -174,10 +175,10 @@ class RemoteInfEngine:
     def _budget(self, req: ModelRequest) -> int:
         """Return how many tokens `req` may generate. Raises EngineError (400) if none."""
         n, most, limit = len(req.input_ids), req.gconfig.max_new_tokens, self.context_length
-        if limit and n >= limit:
+        if n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"
             raise EngineError(message, 400, "context_length_exceeded")
-        return min(most, limit - n) if limit else most
+        return min(most, limit - n)
 
     # ---- control, in the trainer's thread
 

@@ -149,8 +149,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         context = _context.get()
         gconfig = self.gconfig.for_call(n_samples=1, seed=context.seed_of(turn))
-        call = f"{context.name}.{turn}"
-        request = ModelRequest(input_ids, gconfig=gconfig, call=call)
+        request = ModelRequest(input_ids, gconfig=gconfig, call=f"{context.name}.{turn}")
         return await engine.agenerate(request)
 
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
@@ -177,7 +176,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
             raise ValueError("MultiTurnWorkflow: the chat template renders history anew each turn")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        context = getattr(engine, "context_length", None) or math.inf  # tokens
+        context = getattr(engine, "context_length", math.inf)  # tokens
         prompt_ids = self.prompt_ids(data["messages"])
         reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []

@@ -147,7 +147,7 @@ def compare_groups(model: Any, tiny: Model, vocab: int, new: int) -> None:
     print()
 
 
-def by_http(batch: list[list[int]], new: int) -> float:
+def by_http(batch: list[list[int]], new: int, pid: int) -> float:
     """Return the tokens of the server per second of its CPU time."""
 
     async def ask(client: httpx.AsyncClient, prompt: list[int]) -> int:
@@ -155,15 +155,16 @@ def by_http(batch: list[list[int]], new: int) -> float:
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         return len((await client.post("/generate", json=body)).json()["output_ids"])
 
-    async def used(client: httpx.AsyncClient) -> float:
-        return (await client.get("/server_info")).json()["cpu_seconds"]
+    def used() -> float:
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:13]
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     async def everything() -> float:
         async with httpx.AsyncClient(base_url=URL, timeout=300) as client:
-            start = await used(client)
+            start = used()
             got = await asyncio.gather(*(ask(client, prompt) for prompt in batch))
             assert sum(got) == len(batch) * new
-            return len(batch) * new / (await used(client) - start)
+            return len(batch) * new / (used() - start)
 
     return asyncio.run(everything())
 
@@ -203,7 +204,7 @@ def compare(model: Any, path: str, dtype: str, new: int, rounds: int) -> None:
             rng = random.Random(n)
             batch = prompts(rng, n, vocab)
             run(tiny, batch, 4)
-            by_http(batch, 4)
+            by_http(batch, 4, server.pid)
             best, start = [0.0] * 3, time.monotonic()
             for k in itertools.count():
                 if k >= rounds and time.monotonic() - start > rounds:
@@ -213,7 +214,7 @@ def compare(model: Any, path: str, dtype: str, new: int, rounds: int) -> None:
                 ways = (
                     n * new / by_generate(model, batch, new),
                     n * new / run(tiny, batch, new),
-                    by_http(batch, new),
+                    by_http(batch, new, server.pid),
                 )
                 best = [max(pair) for pair in zip(best, ways, strict=True)]
             generate, engine, http = best

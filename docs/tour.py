@@ -64,9 +64,9 @@ def read_gate(executor: Any) -> dict[str, int]:
 def take_tour() -> dict[str, Any]:
     """Train two steps. Return the states of the gate, the second group and its longest game."""
     with tempfile.TemporaryDirectory() as folder:
-        config, _ = load([*KEYS.split(), f"fileroot={folder}"])
+        trainer = PPOTrainer(load([*KEYS.split(), f"fileroot={folder}"])[0])
+        config = trainer.config
         agent = PacedAgent(import_name(f"{config.task}.WORKFLOW")())
-        trainer = PPOTrainer(config)
         with trainer.run as run:
             trainer.start(agent, None)
             gates = [read_gate(run.executor)]
@@ -78,7 +78,7 @@ def take_tour() -> dict[str, Any]:
                 gates.append(read_gate(run.executor))
             tokenizer = run.inputs.tokenizer
             # all games: tensors (4, T) or (4,)
-            group = load_file(trainer.config.run_dir / "tokens" / "00002.safetensors")
+            group = load_file(config.run_dir / "tokens" / "00002.safetensors")
     turns = group["turn_ids"]
     # The longest game that found the secret.
     longest = int((turns.amax(1) + group["rewards"]).argmax())

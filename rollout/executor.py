@@ -116,18 +116,11 @@ class WorkflowExecutor:
         """Return the next `count` accepted groups as one batch. Raises TimeoutError."""
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
-    def rollout_batch(
-        self,
-        data: Iterable[Sample],
-        workflow: Any,
-        workflow_kwargs: Kwargs = None,
-        should_accept_fn: Accept = None,
-        group_size: int | None = None,
-        is_eval: bool = False,
-    ) -> Trajectory:
-        """Run all prompts, and return the accepted groups as one batch, in the prompts' order."""
-        how = workflow, workflow_kwargs, should_accept_fn, group_size, is_eval
-        groups = [self.wait_for_task(i) for i in [self.submit(sample, *how) for sample in data]]
+    def rollout_batch(self, data: Iterable[Sample], *how: Any, **named: Any) -> Trajectory:
+        """Run all prompts with the arguments of `submit`. Return the accepted groups as one batch,
+        in the prompts' order."""
+        ids = [self.submit(sample, *how, **named) for sample in data]
+        groups = [self.wait_for_task(i) for i in ids]
         return trajectory.concat_padded_tensors([x for x in groups if x is not None])
 
     def prepare_batch(

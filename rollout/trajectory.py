@@ -113,7 +113,7 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
     full |= {key: x.to(full[key].dtype) if key in full else x for key, x in traj.items()}
-    full["loss_mask"] *= full["attention_mask"]  # padding is not trained
+    full["loss_mask"] = full["loss_mask"] * full["attention_mask"]  # padding is not trained
     if "turn_ids" not in traj:
         full["turn_ids"] = full["loss_mask"].clamp(max=1) - 1
     sampled = generated(full)  # (B, L)

@@ -419,13 +419,6 @@ def rename(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def read_recipe(name: str) -> dict[str, Any]:
-    """Read a recipe, given as a file or by its name in configs/."""
-    path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
-    with one_line(f"--config {name}"):
-        return dict(flatten(yaml.safe_load(path.read_text()) or {}))
-
-
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     """Return the configuration and the options of a command line. --help and --help-all exit.
 
@@ -450,8 +443,11 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
     settings: dict[str, Any] = {}
-    for recipe in options.config or ["demo"]:
-        settings |= rename(read_recipe(recipe))
+    for name in options.config or ["demo"]:
+        path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
+        with one_line(f"--config {name}"):
+            recipe = dict(flatten(yaml.safe_load(path.read_text()) or {}))
+        settings |= rename(recipe)
     words: dict[str, Any] = {}
     for word in options.words:
         name, given, value = word.partition("=")

@@ -63,6 +63,9 @@ class Run:
         self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
         self.step, self.last_step = 0, config.max_steps  # `step` is the last finished one
         self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
+        # The code, and what determines the order of the prompts:
+        data = config.train_dataset.path or config.task
+        self.origin = f"# revision {revision()}, seed {config.seed}, data {data}"
         self.stack = ExitStack()
         self.children: list[Child] = []
         if self.rank == 0:
@@ -79,13 +82,6 @@ class Run:
     def run_dir(self) -> Path:
         """The folder that the run writes to."""
         return self.config.run_dir
-
-    @property
-    def origin(self) -> str:
-        """The code, and what determines the order of the prompts."""
-        config = self.config
-        data = config.train_dataset.path or config.task
-        return f"# revision {revision()}, seed {config.seed}, data {data}"
 
     def claim(self, force: bool) -> None:
         """Name the run's folder and lock it. Raises ConfigError if another process has locked it,

@@ -342,9 +342,8 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
     every answer would be refused."""
     harness = start()
     assert (await harness.post("/set_version", {"version": -1}, headers=ADMIN)).status_code == 400
-    session = await harness.start()
     assert (await harness.post(path)).status_code == 401
-    for key in ("Bearer wrong", f"Bearer {session}"):
+    for key in ("Bearer wrong", f"Bearer {await harness.start()}"):
         assert (await harness.post(path, headers={"Authorization": key})).status_code == 403
 
 

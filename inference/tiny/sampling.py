@@ -49,6 +49,7 @@ class Sequence:
 
     cached: int = 0  # how many of its first tokens have keys in its slot
     used: int = 0  # number of the last step that fed it
+    awaits: Any = None, 0  # a running sequence, and how many of its keys this one will copy
 
     def __post_init__(self) -> None:
         self.session, self.tokens = self.rid.partition("/")[0], list(self.prompt)

@@ -19,8 +19,7 @@ its queue, and its keys are computed again later. To avoid this, slots grow only
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting one gives up a slot. So a
 session with many long sequences does not shut out the others. If a sequence needs more room than is
-left, it waits, and so do those behind it in its session. Other sessions overtake it, but only for
-PATIENCE steps. Then no sequence starts before it.
+left, it waits, and so do those behind it in its session. Others overtake it, for PATIENCE steps.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
@@ -35,7 +34,7 @@ from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
 PREFILL_TOKENS = 512  # most tokens of the prompts that start together
-PATIENCE = 200  # steps for which others may overtake a sequence that needs more room
+PATIENCE = 200  # steps for which others may overtake a sequence
 PIECE_PAIRS = 2**18  # token-key pairs in a piece: 128 tokens after 2,048, or 16 after 16,384
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
@@ -138,9 +137,10 @@ class Scheduler:
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
-        """Begin with the shortest prompt, and add those in the slots after it while they fit. A
-        long prompt comes alone, and in pieces."""
-        first = left.index(min(n for n in left if n > 1))
+        """Begin with one that has waited too long, or with the shortest prompt. Add those in the
+        slots after it while they fit. A long prompt comes alone, and in pieces."""
+        ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
+        first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
         piece = PIECE_PAIRS // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
         end, columns = first + 1, min(most, round_up(left[first], FEWEST))
@@ -166,14 +166,17 @@ class Scheduler:
                 length, slots = self.model.fit(max(self.length, len(one.tokens)))
                 if self.n < slots:
                     self._resize(length)
-                    is_progress |= self._start(session)
+                    is_progress |= self._start(one)
                 elif self.n == len(self.slots) or self.steps - one.used > PATIENCE:
                     return
 
-    def _start(self, session: str) -> bool:
-        """Give the session's next sequence a slot. Return False if it has to wait for keys that a
-        running sequence is about to compute."""
-        one = self.queues[session][0]
+    def _start(self, one: Sequence) -> bool:
+        """Give a sequence a slot. Return False if it has to wait for keys that a running sequence
+        is about to compute."""
+        other, most = one.awaits
+        if other in self.running and other.cached < most:
+            return False
+
         # Take the idle slot with the longest common prefix; if several have it, the longest idle.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
@@ -186,18 +189,20 @@ class Scheduler:
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
         most, computed = max(pairs, default=(0, 0))
         if most >= cached + self.worth:
+            i = pairs.index((most, computed))
+            one.awaits = self.slots[i], most
             if computed < most:
                 return False
-            self.model.copy(pairs.index((most, computed)), slot, most)
+            self.model.copy(i, slot, most)
             cached = most
 
         one.cached, self.slots[slot] = cached, one
         self._exchange(slot)
         self.n += 1
-        queue = self.queues.pop(session)
+        queue = self.queues.pop(one.session)
         queue.popleft()
         if queue:
-            self.queues[session] = queue
+            self.queues[one.session] = queue
         return True
 
     def _make_room(self) -> None:
@@ -267,7 +272,7 @@ class Scheduler:
         """Return why the last token ends the sequence, or "" if it does not."""
         token, params = sequence.tokens[-1], sequence.params
         is_stop = token in self.model.eos or token in params.stop_token_ids
-        tail = 4 * max(map(len, params.stop), default=0) + 8  # a token has a byte or more
+        tail = 4 * len("".join(params.stop)) + 8  # a token has a byte or more
         text = self.decode(sequence.output[-tail:]) if params.stop else ""
         if (is_stop and not params.ignore_eos) or any(stop in text for stop in params.stop):
             return "stop"

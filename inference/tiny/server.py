@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import os
 import random
-import time
 import traceback
 from functools import partial
 from typing import Any, Literal
@@ -147,7 +146,6 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
             "weight_version": scheduler.version,
             "running": scheduler.n,
             "waiting": len(scheduler.waiting),
-            "cpu_seconds": time.process_time(),
         }
 
     @app.get("/health")

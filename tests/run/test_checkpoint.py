@@ -24,8 +24,6 @@ SMALL = [*SMALL_GUESS, "actor.ppo_epochs=1", "recover_interval=1", "train_datase
 class Part:
     """A trainer whose state is one number, and an executor that has consumed some prompts."""
 
-    rank = 0
-
     def __init__(self) -> None:
         self.state: Any = 0
 

@@ -53,10 +53,9 @@ def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
     (tmp_path / "bin").mkdir()
     script(tmp_path / "bin/srun", SRUN)
     script(tmp_path / "bin/scontrol", SCONTROL)
-    here = Path(sys.executable).parent
     return {
         **os.environ,
-        "PATH": f"{tmp_path / 'bin'}:{here}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "CALLS": str(tmp_path / "calls"),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "127.0.0.1,localhost",

@@ -94,8 +94,7 @@ def test_help_and_mistakes_need_no_torch(tmp_path: Path, words: list, code: int,
     """They are said in half a second, not in five."""
     python = [sys.executable, "-X", "importtime", "train.py"]
     done = finish([*python, *words, f"fileroot={tmp_path}"], code)
-    said = done.stdout if code == 0 else done.stderr.splitlines()[-1]
-    assert said.startswith(says)
+    assert (done.stdout if code == 0 else done.stderr.splitlines()[-1]).startswith(says)
     assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
 
 

@@ -164,14 +164,15 @@ def test_new_weights_replace_all_old_ones(path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_change_nothing(tiny_model_dir: Path) -> None:
-    """A weight of another size is refused before anything is copied. Weights that are not sent
-    stay."""
+    """A weight of another size, a NaN or none at all is refused before anything is copied. Weights
+    that are not sent stay."""
     model = Model(str(tiny_model_dir), 2)
     before = {name: tensor.clone() for name, tensor in model.weights.items()}
     name = "model.norm.weight"  # the last one to be compared
     changed = {n: t + 1 for n, t in before.items()}
-    with pytest.raises(RuntimeError):
-        model.replace_weights(changed | {name: torch.zeros(1)})
+    for bad in (changed | {name: torch.zeros(1)}, changed | {name: before[name] * torch.nan}, {}):
+        with pytest.raises(RuntimeError):
+            model.replace_weights(bad)
     assert all(torch.equal(tensor, before[n]) for n, tensor in model.weights.items())
     model.replace_weights({name: changed[name]})
     assert [n for n, t in model.weights.items() if not torch.equal(t, before[n])] == [name]
@@ -185,6 +186,7 @@ def test_weights_that_do_not_fit_change_nothing(tiny_model_dir: Path) -> None:
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
         ("llama", {"rope_parameters": YARN}, "rope_type yarn"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
     ],
 )

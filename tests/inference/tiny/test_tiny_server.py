@@ -174,6 +174,18 @@ def test_a_session_does_not_hold_another(tiny_model_dir: Path) -> None:
         assert_as_alone(tiny, ask[8])
 
 
+@pytest.mark.parametrize(("words", "new"), [(20, range(5, 14)), (1, [1])])
+def test_nobody_is_overtaken_for_ever(tiny_model_dir: Path, words: int, new: Any) -> None:
+    """Short sequences keep coming. One that needs the whole cache starts all the same, and one that
+    is decoded beside answers of one token ends."""
+    scheduler = Scheduler(Model(str(tiny_model_dir), slots=6, tokens=2048), "0", str)
+    long = sequence("long", PROMPT * words, 4)
+    for i in range(400):
+        scheduler.add(*[long] * (i == 9), sequence(str(i), [i % 9, i % 7], new[i % len(new)]))
+        scheduler.step()
+    assert long.finish
+
+
 def test_the_cache_is_as_large_as_was_planned(tiny_model_dir: Path) -> None:
     """Slots become longer and fewer while sequences grow. Those that fit no more wait, and go on
     with the same bits; a request larger than the cache is none that the server takes."""
@@ -401,8 +413,9 @@ def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
         answer = post(tiny_server, "/generate", body)
         assert answer.status_code == 400, body
         assert answer.json()["error"]["message"], body
+    sent: Any = {"headers": {"content-type": "application/json"}}
     for raw in (b"{", b"[1]", b'{"input_ids": NaN}', b"\xff"):
-        assert httpx.post(tiny_server + "/generate", content=raw).status_code == 400
+        assert httpx.post(tiny_server + "/generate", content=raw, **sent).status_code == 400
     assert post(tiny_server, "/pause_generation", {"mode": "sideways"}).status_code == 400
     assert post(tiny_server, "/abort_request").status_code == 400
     assert post(tiny_server, "/update_weights_from_disk").status_code == 400
