@@ -160,4 +160,4 @@ def describe_mode(config: Any) -> str:
         "loglinear": "pi_behav and pi_theta by their versions, with no forward pass",
         "metrics": f"{forward}, and the error of three guesses is logged",
     }[config.prox_logp_method]
-    return f"decoupled PPO: pi_behav from {server}, pi_prox from {prox}"
+    return f"decoupled PPO: pi_behav from {server},\npi_prox from {prox}"

@@ -204,7 +204,9 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         if len(failures) == self.group_size:
             raise failures[0]
         for failure in failures:
-            logger.warning("a member of task %s failed", _context.get().task_id, exc_info=failure)
+            logger.warning(
+                "a member of task %s failed: %r", _context.get().task_id, failure, exc_info=failure
+            )
         self.on_failures(len(failures))
         episodes = [x for x in results if x is not None and x not in failures]
         if not episodes:

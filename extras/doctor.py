@@ -99,7 +99,8 @@ def steps_without_correction(lines: list[Record], config: Any) -> int:
     exact = [
         m["behave_weight_mean"] == m["behave_ess"] == 1 and m["staleness_mean"] > 0 for m in lines
     ]
-    return config.actor.use_decoupled_loss * sum(exact)
+    has_learnt = any(m["grad_norm"] > 0 for m in lines)
+    return config.actor.use_decoupled_loss * has_learnt * sum(exact)
 
 
 def failed_share(lines: list[Record], config: Any) -> float:
@@ -220,8 +221,8 @@ RULES = (
         steps_without_gradient,
         2,
         "The batches give no gradient: every advantage is 0 although the rewards differ, or the "
-        "gradient itself is 0. Look for prompt groups of one row, for a baseline that belongs to "
-        "one row, and for a loss mask that is 0.",
+        "gradient itself is 0. Do rewards differ only between prompts? Else look for groups of one "
+        "row, for a baseline that belongs to one row, and for a loss mask that is 0.",
     ),
     Rule(
         "rejection",

@@ -30,7 +30,7 @@ def find_source(module: str) -> Path:
     except ModuleNotFoundError:  # no such package
         spec = None
     if spec is None or spec.origin is None:
-        raise ValueError(f"there is no module {module!r}")
+        raise ValueError(f"there is no module {module!r}; a name is module.name")
     return Path(spec.origin)
 
 

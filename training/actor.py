@@ -284,7 +284,10 @@ class FSDPPPOActor(FSDPEngine):
             if count := int((batch["loss_mask"][rows, 1:] > 0).sum()):
                 minibatches.append((rows, count, self.passes(batch, rows)))
         if not minibatches:
-            raise ValueError("no token of the batch is trained (docs/agents.md)")
+            raise ValueError(
+                "no token of the batch is trained: did all calls ask for temperature 0, top_p, top_k, a"
+                " penalty or a grammar? (docs/agents.md)"
+            )
         steps = minibatches * self.config.ppo_epochs
         found = []
         for k, (rows, count, pieces) in enumerate(steps):

@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)
     add("--api-key", default=key)
-    add("--weight-version", default="0", help="version of the weights at start")
+    add("--weight-version", default="0")
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
     add("--max-total-tokens", type=int, default=16384, help="most tokens of all sequences together")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
