@@ -36,6 +36,12 @@ import uvloop
 from staleness import StalenessManager
 
 
+class RolloutsFail(RuntimeError):
+    """Too many tasks failed or were rejected."""
+
+    is_verdict = True  # the message says everything: no traceback
+
+
 @dataclass(eq=False, repr=False)
 class DispatchState:
     """All decisions, and the state that they depend on. A task is anything with a `task_id`."""
@@ -98,7 +104,7 @@ class DispatchState:
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
         """Record that a task ended. A task without data is rejected; if it also has an
-        error, it counts as failed. Raises RuntimeError after too many failures or rejections.
+        error, it counts as failed. Raises RolloutsFail after too many failures or rejections.
         """
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []
@@ -119,10 +125,11 @@ class DispatchState:
         most = self.max_failures or max(8, 2 * self.manager.consumer_batch_size)
         if len(self.errors) >= most:
             first = self.errors[0]
-            words = f"{most} tasks failed one after another, the first by {first!r}"
-            raise RuntimeError(words) from first
+            raise RolloutsFail(
+                f"{most} tasks failed one after another, the first by {first!r}"
+            ) from first
         if stat.rejected >= most and not stat.accepted + stat.dropped + stat.withdrawn:
-            raise RuntimeError(
+            raise RolloutsFail(
                 f"{stat.rejected} groups were rejected and none was accepted: look at "
                 "should_accept_fn, and at why the workflow returns None (an agent: no reward)"
             )

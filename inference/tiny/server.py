@@ -166,10 +166,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
     add("--max-total-tokens", type=int, default=16384, help="most tokens of all sequences together")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
-    add("--device", default="cpu", choices=["cpu", "cuda", "mps"], help="mps: without graphs")
+    add("--device", default="cpu", choices=["cpu", "cuda", "mps"])
     add("--threads", type=int, default=1)
     add("--seed", type=int, help="of the requests that have none")
-    add("--exit-with-parent", action="store_true", help="end when the parent process ends")
+    add("--exit-with-parent", action="store_true")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     random.seed(args.seed)  # the source of seeds for requests without one
