@@ -75,8 +75,8 @@ def main(words: list[str]) -> int:
     if agent:
         command = [sys.executable, "-m", "extras.episode", path, "--model-path", str(model)]
         command += ["--kwargs", json.dumps(kwargs)] if kwargs else []
-        if str(data := config.train_dataset.path).endswith(".jsonl"):
-            command += ["--data", Path(data).read_text().partition("\n")[0]]
+        if (data := Path(str(config.train_dataset.path))).is_file():
+            command += ["--data", data.read_text().partition("\n")[0]]
         print(f"its tools and turns: {shlex.join(command)}")
     key = secrets.token_urlsafe()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

@@ -51,7 +51,7 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
 
 def bypass() -> dict[str, str]:
     """Variables with which a child reaches this machine without an HTTP proxy."""
-    hosts = os.environ.get("NO_PROXY", "") + ",127.0.0.1,localhost"
+    hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")) + ",127.0.0.1,localhost"
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 

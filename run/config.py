@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from inference.io_struct import CHECKED, GenerationHyperparameters
@@ -52,20 +52,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
 Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Class or FILE.jsonl
-
-
-class ConfigError(Exception):
-    """The configuration is wrong. The message, on one line, says what to change."""
-
-    is_verdict = True  # the message says everything: no traceback
-
-
-def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 numbers in hardware."""
-    with suppress(OSError):
-        if "bf16" in Path("/proc/cpuinfo").read_text():
-            return True
-    return Path("/dev/nvidia0").exists()
 
 
 class Keys(BaseModel):
@@ -322,27 +308,6 @@ class TrainConfig(Keys):
         merged = self.gconfig.model_dump() | {"n_samples": 1} | self.eval_gconfig
         return GenerationHyperparameters.model_validate(merged)
 
-    @model_validator(mode="after")
-    def resolve(self) -> Self:
-        """Set the defaults that depend on other keys, and refuse keys that contradict each
-        other."""
-        if self.actor.dtype == "auto":
-            self.actor.dtype = "bfloat16" if has_bfloat16() else "float32"
-        for group in (self.server, self.actor):
-            group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
-        _ = self.evaluation_gconfig
-        if self.server.backend == "tiny" and not self.rollout.server_addrs:
-            if self.server.tp_size > 1:
-                raise ConfigError("server.tp_size: a small server uses one GPU; raise server.count")
-            if self.weight_update.mode != "disk":
-                raise ConfigError("weight_update.mode: a small server reads weights from disk only")
-        if self.mode == "train" and not self.gconfig.trains_exactly:
-            raise ConfigError(
-                "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"
-                " temperature 0: omit them, or set mode=eval"
-            )
-        return self
-
 
 # ---- from the command line to a configuration
 
@@ -363,6 +328,12 @@ MAIN_KEYS = """mode task workflow callbacks seed max_steps trial_name model_path
 train_dataset.batch_size gconfig.n_samples gconfig.max_new_tokens gconfig.temperature
 rollout.max_head_offpolicyness rollout.stale server.backend actor.eps_clip actor.loss
 actor.optimizer.lr evaluator.interval"""
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong. The message, on one line, says what to change."""
+
+    is_verdict = True  # the message says everything: no traceback
 
 
 @contextmanager
@@ -438,7 +409,9 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     parser.add_argument("--help-all", action="help", help="show this message with all keys")
     help_text = "a recipe, or its name in configs/; default: demo"
     parser.add_argument("--config", action="append", metavar="FILE", help=help_text)
-    parser.add_argument("--force", action="store_true", help="continue a run that other code began")
+    parser.add_argument(
+        "--force", action="store_true", help="continue a run that other code or data began"
+    )
     parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
@@ -450,14 +423,15 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         settings |= rename(recipe)
     words: dict[str, Any] = {}
     for word in options.words:
-        name, given, value = word.partition("=")
-        if given and not value:
-            raise ConfigError(f"{word} lacks its value; write {word}null for none")
+        name, _, value = word.partition("=")
+        if word.endswith("="):
+            raise ConfigError(f"{word} lacks its value")
+        is_text = name.endswith(("experiment_name", "trial_name"))
         with one_line(name):
-            words |= flatten({name: value if name.endswith("_name") else yaml.safe_load(value)})
+            words |= flatten({name: value if is_text else yaml.safe_load(value)})
     settings |= rename(words)
     try:
-        config = TrainConfig.model_validate(nest(settings))
+        config = resolve(TrainConfig.model_validate(nest(settings)))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
@@ -467,3 +441,34 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         hint = " or ".join(map(repr, near)) or "one of --help-all"
         raise ConfigError(f"unknown key {name!r}: did you mean {hint}?") from error
     return config, options
+
+
+def has_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 numbers in hardware."""
+    with suppress(OSError):
+        if "bf16" in Path("/proc/cpuinfo").read_text():
+            return True
+    return Path("/dev/nvidia0").exists()
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """Return a copy with the defaults that depend on other keys. Raises ConfigError if keys
+    contradict each other."""
+    keys = config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # any objects
+    config = type(config).model_validate(keys)
+    if config.actor.dtype == "auto":
+        config.actor.dtype = "bfloat16" if has_bfloat16() else "float32"
+    for group in (config.server, config.actor):
+        group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
+    _ = config.evaluation_gconfig
+    if config.server.backend == "tiny" and not config.rollout.server_addrs:
+        if config.server.tp_size > 1:
+            raise ConfigError("server.tp_size: a small server uses one GPU; raise server.count")
+        if config.weight_update.mode != "disk":
+            raise ConfigError("weight_update.mode: a small server reads weights from disk only")
+    if config.mode == "train" and not config.gconfig.trains_exactly:
+        raise ConfigError(
+            "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"
+            " temperature 0: omit them, or set mode=eval"
+        )
+    return config

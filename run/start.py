@@ -27,7 +27,7 @@ import yaml
 
 from inference.fields import import_name
 from inference.serve import raise_open_files
-from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load
+from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load, resolve
 from run.inputs import find_model
 from run.launch import Child, plan_servers, visible_gpus
 
@@ -56,16 +56,16 @@ class Run:
 
     def __init__(self, config: TrainConfig, force: bool = False) -> None:
         """Claim the run's folder, find its model, and start the servers. `force` continues a run
-        begun with other code. Raises ConfigError if the run cannot start."""
-        # A copy, since the run settles names and paths in it
-        self.config = config = TrainConfig.model_validate(config.model_dump())
+        begun with other code or data. Raises ConfigError if the run cannot start."""
+        self.config = config = resolve(config)
         self.rank = int(os.environ.get("RANK", 0))
         self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
         self.step, self.last_step = 0, config.max_steps  # `step` is the last finished one
         self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
         # The code, and what determines the order of the prompts:
-        data = config.train_dataset.path or config.task
-        self.origin = f"# revision {revision()}, seed {config.seed}, data {data}"
+        data = config.train_dataset
+        order = f"seed {config.seed}, shuffle {data.shuffle}, data {data.path or config.task}"
+        self.origin = f"# revision {revision()}, {order}"
         self.stack = ExitStack()
         self.children: list[Child] = []
         if self.rank == 0:
@@ -85,7 +85,7 @@ class Run:
 
     def claim(self, force: bool) -> None:
         """Name the run's folder and lock it. Raises ConfigError if another process has locked it,
-        or if the run began with other code or data."""
+        or if the run began with other code, seed or data."""
         if self.config.trial_name == "auto":
             self.config.trial_name = time.strftime("%Y%m%d-%H%M%S")
         record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
@@ -93,7 +93,7 @@ class Run:
             began = record.read_text(errors="replace").partition("\n")[0]
             if began != self.origin and not force:
                 raise ConfigError(
-                    f"{self.run_dir} was started with other code or data ({began[2:]}): go back to"
+                    f"{self.run_dir} was started with other code, seed or data ({began[2:]}): go back to"
                     " it, or add --force"
                 )
         try:

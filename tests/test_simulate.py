@@ -2,6 +2,7 @@
 decisions, the agreement with real runs, and its table."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -40,6 +41,15 @@ def test_asynchronous_training_hides_generation() -> None:
     result = simulate.Simulation(constant(2)).run()
     assert result.ends == pytest.approx([2 + 1.5 * k for k in range(1, 11)])
     assert result.waited == pytest.approx(2.0)
+
+
+def test_a_server_shares_its_time() -> None:
+    """A server with n running sequences needs a + b n seconds to generate one token for each
+    sequence. Four sequences of two tokens need 2 (a + 4 b) seconds together, and 4 (a + 2 b)
+    seconds if the server runs two sequences at a time."""
+    for slots, seconds in ((math.inf, 2 * (1 + 4 * 0.5)), (2, 4 * (1 + 2 * 0.5))):
+        result = simulate.Simulation(constant(0, a=1.0, b=0.5, slots=slots, steps=1)).run()
+        assert result.ends == pytest.approx([seconds + 1.5])
 
 
 def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:

@@ -355,9 +355,10 @@ class Model:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
         RuntimeError, and changes nothing, if all are missing, or one has another shape or a NaN,
         which would stay in the cache."""
-        new = {name: named[name] for name in self.weights if name in named}
-        fits = (w.shape == self.weights[n].shape and w.sum().isfinite() for n, w in new.items())
-        if not (new and all(fits)):
-            raise RuntimeError("these weights are no finite ones of this model")
+        own = self.weights
+        new = {n: w for n, w in named.items() if n in own}
+        wrong = [n for n, w in new.items() if w.shape != own[n].shape or not w.isfinite().all()]
+        if wrong or not new:
+            raise RuntimeError(f"{wrong or 'all'}: another shape, not finite, or not of this model")
         for name, weight in new.items():
-            self.weights[name].copy_(weight)
+            own[name].copy_(weight)

@@ -18,8 +18,9 @@ its queue, and its keys are computed again later. To avoid this, slots grow only
 
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting one gives up a slot. So a
-session with many long sequences does not shut out the others. If a sequence needs more room than is
-left, it waits, and so do those behind it in its session. Others overtake it, for PATIENCE steps.
+session of many long sequences shuts out nobody. A sequence that needs more room than is left waits,
+with those behind it in its session. Others overtake it for PATIENCE steps, or while its session
+runs others.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
@@ -272,8 +273,7 @@ class Scheduler:
         """Return why the last token ends the sequence, or "" if it does not."""
         token, params = sequence.tokens[-1], sequence.params
         is_stop = token in self.model.eos or token in params.stop_token_ids
-        tail = 4 * len("".join(params.stop)) + 8  # a token has a byte or more
-        text = self.decode(sequence.output[-tail:]) if params.stop else ""
+        text = self.decode(sequence.output) if params.stop else ""
         if (is_stop and not params.ignore_eos) or any(stop in text for stop in params.stop):
             return "stop"
         return "length" if len(sequence.logprobs) >= params.max_new_tokens else ""

@@ -157,11 +157,11 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
 def main(argv: list[str] | None = None) -> None:
     """Serve until a signal."""
     parser = argparse.ArgumentParser(description="A small server with SGLang's HTTP protocol.")
-    add, key = parser.add_argument, os.getenv("POCKET_AREAL_SERVER_KEY", "")
+    add = parser.add_argument
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)
-    add("--api-key", default=key)
+    add("--api-key", default=os.getenv("POCKET_AREAL_SERVER_KEY", ""))
     add("--weight-version", default="0")
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
     add("--max-total-tokens", type=int, default=16384, help="most tokens of all sequences together")
@@ -174,13 +174,14 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     random.seed(args.seed)  # the source of seeds for requests without one
     listener = listen(args.host, args.port, args.api_key)
-    limits = args.max_running_requests, args.max_total_tokens
-    model = Model(args.model_path, *limits, args.dtype, args.device)
+    model = Model(
+        args.model_path, args.max_running_requests, args.max_total_tokens, args.dtype, args.device
+    )
     # This avoids importing transformers, which takes a second.
     tokenizer = Tokenizer.from_file(f"{args.model_path}/tokenizer.json")
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    app = create_app(Scheduler(model, args.weight_version, decode), args.api_key)
-    serve(app, listener, args.exit_with_parent)
+    scheduler = Scheduler(model, args.weight_version, decode)
+    serve(create_app(scheduler, args.api_key), listener, args.exit_with_parent)
 
 
 if __name__ == "__main__":

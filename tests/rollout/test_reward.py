@@ -18,29 +18,21 @@ from rollout.reward import AsyncRewardWrapper
 pytestmark = pytest.mark.anyio
 REWARDS = '''
 import os, sys
-
 def equals(prompt, completion, prompt_ids, completion_ids, answer, **data):
     return completion == answer
-
 def nothing(*args):
     return None
-
 def undefined(*args):
     return float("nan")
-
 def broken(*args):
     raise KeyError("no answer in the data")
-
 def process_id(*args):
     print("printed text is no result")
     return os.getpid()
-
 def columns(*args, function, self):
     return function + self
-
 def torch_is_there(*args):
     return "torch" in sys.modules
-
 def compute(fifo):
     """Holds the fifo open, and computes for ever."""
     with open(fifo, "w") as file:
@@ -48,7 +40,6 @@ def compute(fifo):
         file.flush()
         while True:
             pass
-
 '''
 
 

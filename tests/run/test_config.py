@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from test_structure import MODULES
 
-from run.config import ALIASES, ConfigError, NormConfig, TrainConfig, list_keys, load
+from run.config import ALIASES, ConfigError, NormConfig, TrainConfig, list_keys, load, resolve
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -48,6 +48,12 @@ def test_what_cannot_run_is_one_line(words: list[str], says: str) -> None:
         load(words)
     assert says in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_run_works_on_a_copy() -> None:
+    """Objects among the workflow's arguments stay what they are."""
+    config = TrainConfig(workflow_kwargs={"any": ROOT}, actor={"threads": 0})
+    assert (resolve(config).workflow_kwargs["any"], config.actor.threads) == (ROOT, 0)
 
 
 def test_at_most_90_keys_each_with_a_meaning() -> None:

@@ -24,9 +24,9 @@ from run.launch import plan_servers
 pytestmark = pytest.mark.runs
 
 SCRIPT = ROOT / "examples/slurm/train.sbatch"
+# Writes its arguments into $CALLS, drops the options of srun, and runs the command on this machine.
+# As slurm does, it shows all GPUs, and gives one core unless --cpus-per-task says otherwise.
 SRUN = """#!/bin/bash
-# Write the arguments into $CALLS, drop the options of srun, and run the command on this machine. As slurm does, srun
-# shows all GPUs of the node to the command, and gives it one core unless --cpus-per-task says otherwise.
 echo "$@" >> "$CALLS"
 export CUDA_VISIBLE_DEVICES=0,1 CORES=1
 while [[ $1 == --* ]]; do

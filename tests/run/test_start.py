@@ -26,8 +26,8 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "callbacks=[]"]
     made = list[Run]()
 
-    def make(force: bool = False) -> Run:
-        made.append(Run(load(words)[0], force=force))
+    def make(*more: str, force: bool = False) -> Run:
+        made.append(Run(load([*words, *more])[0], force=force))
         return made[-1]
 
     yield make
@@ -48,18 +48,21 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path, claim: Callable[..., Ru
 
 
 def test_a_run_goes_on_under_its_own_code(tmp_path: Path, claim: Callable[..., Run]) -> None:
-    """Other code is refused unless --force is given."""
+    """Other code, or another order of prompts, is refused unless --force is given."""
     claim().record()
     record, metrics = (tmp_path / "e/t" / name for name in ("config.yaml", "metrics.jsonl"))
     record.write_text(record.read_text().replace(revision(), "0123", 1))
     claim()  # it has no step that other code could have made
     metrics.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"other code or data \(revision 0123, seed 1,"):
+    with pytest.raises(ConfigError, match=r"other code, seed or data \(revision 0123, seed 1,"):
         claim()
     claim(force=True).record()
     claim()
+    for other in ("seed=2", "train_dataset.shuffle=false", "train_dataset.path=tasks.maze.dataset"):
+        with pytest.raises(ConfigError, match="other code, seed or data"):
+            claim(other)
     record.write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="was started with other code"):
+    with pytest.raises(ConfigError, match="was started with other code, seed or data"):
         claim()
     record.unlink()
     claim()  # nothing says which code it was
