@@ -17,10 +17,9 @@ outgrows its slot, all slots become longer and fewer. A sequence that loses its 
 its queue, and its keys are computed again later. To avoid this, slots grow only when needed.
 
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
-are taken, a session that runs at least two sequences more than a waiting one gives up a slot. So a
-session of many long sequences shuts out nobody. A sequence that needs more room than is left waits,
-with those behind it in its session. Others overtake it for PATIENCE steps, or while its session
-runs others.
+are taken, a session that runs at least two sequences more than a waiting one gives up a slot. A
+sequence that needs more room than is left waits, with those behind it in its session. Others
+overtake it for PATIENCE steps, or while its session runs others.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
