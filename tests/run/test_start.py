@@ -162,10 +162,10 @@ def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) ->
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("agent", "reason"), [("RaisingAgent", "OSError: no board"), ("NoneAgent", "none was accepted")]
+    ("agent", "reason"), [("RaisingAgent", "OSError('no board"), ("NoneAgent", "none was accepted")]
 )
 def test_an_agent_that_never_works_ends_the_run(tmp_path: Path, agent: str, reason: str) -> None:
-    """The run ends with the first failure as its cause, and with the command that goes on."""
+    """The run ends with a line that names the first failure, and with the command that goes on."""
     words = [*SMALL_GUESS, f"workflow=sick_agents.{agent}", "max_steps=3"]
     done = finish(command(tmp_path, *words, "callbacks=[extras.failures.Failures]"), code=1)
     assert reason in done.stderr
