@@ -203,10 +203,11 @@ class InteractionCache(dict[str, Interaction]):
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
         and the digest of `messages`."""
         parent, digest, start = None, 0, 0
-        if self._finished:  # usually, a call continues the latest one (True equals 1 here)
+        if self._finished:  # usually, a call continues the latest conversation
             whole, latest = next(reversed(self._finished.items()))
-            if messages[: len(latest.conversation)] == latest.conversation:
-                parent, digest, start = latest, whole, len(latest.conversation)
+            said = latest.conversation
+            if messages[: len(said)] == said:
+                parent, digest, start = latest, whole, len(said)
         for message in messages[start:]:
             digest = extend(digest, message)
             parent = self._finished.get(digest, parent)

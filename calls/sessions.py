@@ -16,7 +16,7 @@ its new messages contain whole, and the calls that its header names (`Session._l
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are not trained. Such a call has no
 tools, parent or child, and its first message matches SIDE. Calls with the same first message are
-judged together. If all calls of a session would be side conversations, none is.
+judged together. If every call of a session looks like a side conversation, none counts as one.
 """
 
 import itertools
@@ -182,7 +182,8 @@ def needle(output: Message) -> str:
 
 def longest_run(said: str) -> str:
     """Return the answer's longest run of letters or digits, or "". A text that lacks this run lacks
-    the answer, so it need not be searched. At the answer's ends, the text's runs may be longer."""
+    the answer, so it need not be searched. The answer's first and last run do not count, because
+    the text may go on there without a gap."""
     return max(RUN.findall(said)[1:-1], key=len, default="")
 
 

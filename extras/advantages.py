@@ -119,7 +119,8 @@ def without_truncated(
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     kept = batch["loss_mask"].masked_fill(cut, 0)
-    batch["loss_mask"] = kept if kept.any() else batch["loss_mask"]
+    if kept.any():
+        batch["loss_mask"] = kept
     return base(batch, **keys)
 
 

@@ -276,8 +276,8 @@ def find_shape(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     except (OSError, ValueError):
-        print(f"no config.json of {path} is on this machine, so no memory is estimated; to get it:")
-        print(f"hf download {path} config.json")
+        print(f"no config.json of {path} is on this machine, so no memory is estimated")
+        print(f"for a model of the hub, first: hf download {path} config.json")
         return None
 
 

@@ -208,13 +208,11 @@ class Hooks(engine.Hooks):
 # ---- the trainer's side
 
 
-SEVEN = "cache engine ppo proxy staleness train workflow"
-
-
 def code_digest() -> str:
     """A hash of the project's modules."""
+    seven = "cache engine ppo proxy staleness train workflow"
     rooms = ("calls", "inference", "rollout", "training", "run", "tasks", "extras")
-    files = [ROOT / f"{name}.py" for name in SEVEN.split()]
+    files = [ROOT / f"{name}.py" for name in seven.split()]
     files += [file for room in rooms for file in (ROOT / room).rglob("*.py")]
     content = b"".join(file.read_bytes() for file in sorted(files))
     return hashlib.blake2b(content, digest_size=6).hexdigest()

@@ -426,9 +426,9 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         name, _, value = word.partition("=")
         if word.endswith("="):
             raise ConfigError(f"{word} lacks its value")
-        is_text = name.endswith(("experiment_name", "trial_name"))
-        with one_line(name):
-            words |= flatten({name: value if is_text else yaml.safe_load(value)})
+        with one_line(name):  # YAML would read the names 1.10 and 20261127_101010 as numbers
+            is_name = name.endswith(("experiment_name", "trial_name"))
+            words |= flatten({name: value if is_name else yaml.safe_load(value)})
     settings |= rename(words)
     try:
         config = resolve(TrainConfig.model_validate(nest(settings)))
@@ -454,8 +454,9 @@ def has_bfloat16() -> bool:
 def resolve(config: TrainConfig) -> TrainConfig:
     """Return a copy with the defaults that depend on other keys. Raises ConfigError if keys
     contradict each other."""
-    keys = config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # any objects
-    config = type(config).model_validate(keys)
+    config = type(config).model_validate(
+        config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps any objects
+    )
     if config.actor.dtype == "auto":
         config.actor.dtype = "bfloat16" if has_bfloat16() else "float32"
     for group in (config.server, config.actor):

@@ -109,13 +109,16 @@ class Child:
 def environment(gpus: list[str]) -> dict[str, str]:
     """The environment of a child that uses these GPUs."""
     kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
-    return kept | {
-        "HF_HUB_OFFLINE": "1",
-        "POCKET_AREAL_PARENT": str(os.getpid()),
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        **bypass(),
-    }
+    return (
+        kept
+        | bypass()
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "POCKET_AREAL_PARENT": str(os.getpid()),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
+    )
 
 
 def command(module: str, *words: Any) -> list[str]:

@@ -62,10 +62,6 @@ class Run:
         self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
         self.step, self.last_step = 0, config.max_steps  # `step` is the last finished one
         self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
-        # The code, and what determines the order of the prompts:
-        data = config.train_dataset
-        order = f"seed {config.seed}, shuffle {data.shuffle}, data {data.path or config.task}"
-        self.origin = f"# revision {revision()}, {order}"
         self.stack = ExitStack()
         self.children: list[Child] = []
         if self.rank == 0:
@@ -86,15 +82,20 @@ class Run:
     def claim(self, force: bool) -> None:
         """Name the run's folder and lock it. Raises ConfigError if another process has locked it,
         or if the run began with other code, seed or data."""
-        if self.config.trial_name == "auto":
-            self.config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+        config = self.config
+        if config.trial_name == "auto":
+            config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+        # The code, and what determines the order of the prompts:
+        data = config.train_dataset
+        order = f"seed {config.seed}, shuffle {data.shuffle}, data {data.path or config.task}"
+        self.origin = f"# revision {revision()}, {order}"
         record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
-        if record.is_file() and metrics.exists() and self.config.mode == "train":
+        if record.is_file() and metrics.exists() and config.mode == "train":
             began = record.read_text(errors="replace").partition("\n")[0]
             if began != self.origin and not force:
                 raise ConfigError(
-                    f"{self.run_dir} was started with other code, seed or data ({began[2:]}): go back to"
-                    " it, or add --force"
+                    f"{self.run_dir} was started with other code, seed or data ({began[2:]}):"
+                    " go back to it, or add --force"
                 )
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)

@@ -285,8 +285,8 @@ class FSDPPPOActor(FSDPEngine):
                 minibatches.append((rows, count, self.passes(batch, rows)))
         if not minibatches:
             raise ValueError(
-                "no token of the batch is trained: did all calls ask for temperature 0, top_p, top_k, a"
-                " penalty or a grammar? (docs/agents.md)"
+                "no token of the batch is trained: did all calls ask for temperature 0, top_p,"
+                " top_k, a penalty or a grammar? (docs/agents.md)"
             )
         steps = minibatches * self.config.ppo_epochs
         found = []

@@ -19,7 +19,7 @@ its queue, and its keys are computed again later. To avoid this, slots grow only
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting one gives up a slot. A
 sequence that needs more room than is left waits, with those behind it in its session. Others
-overtake it for PATIENCE steps, or while its session runs others.
+overtake it for PATIENCE steps, or as long as its session runs others.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
@@ -34,7 +34,7 @@ from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
 PREFILL_TOKENS = 512  # most tokens of the prompts that start together
-PATIENCE = 200  # steps for which others may overtake a sequence
+PATIENCE = 200  # how many steps a sequence waits before it comes first
 PIECE_PAIRS = 2**18  # token-key pairs in a piece: 128 tokens after 2,048, or 16 after 16,384
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
@@ -61,7 +61,7 @@ class Scheduler:
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
-        self.decodes_next = False  # even if there are prompts to feed
+        self.decodes_next = False  # whether a decode comes next, although prompts wait
 
     @property
     def running(self) -> list[Sequence]:
@@ -75,7 +75,7 @@ class Scheduler:
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
-            one.used = one.used or self.steps  # from now on, it waits
+            one.used = one.used or self.steps
             self.queues[one.session].append(one)
 
     def abort(self, rid: str | None = None) -> None:
@@ -137,8 +137,8 @@ class Scheduler:
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
-        """Begin with one that has waited too long, or with the shortest prompt. Add those in the
-        slots after it while they fit. A long prompt comes alone, and in pieces."""
+        """Begin with a prompt that has waited too long, else with the shortest. Add the prompts in
+        the slots after it while they fit. A long prompt comes alone, and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
         piece = PIECE_PAIRS // max(1, self.slots[first].cached)

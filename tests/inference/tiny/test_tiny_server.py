@@ -176,8 +176,8 @@ def test_a_session_does_not_hold_another(tiny_model_dir: Path) -> None:
 
 @pytest.mark.parametrize(("words", "new"), [(20, range(5, 14)), (1, [1])])
 def test_nobody_is_overtaken_for_ever(tiny_model_dir: Path, words: int, new: Any) -> None:
-    """Short sequences keep coming. One that needs the whole cache starts all the same, and one that
-    is decoded beside answers of one token ends."""
+    """Short sequences keep coming. A sequence that needs a longer slot gets one all the same, and a
+    sequence gets its tokens although each of the others has only one."""
     scheduler = Scheduler(Model(str(tiny_model_dir), slots=6, tokens=2048), "0", str)
     long = sequence("long", PROMPT * words, 4)
     for i in range(400):
