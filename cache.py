@@ -6,10 +6,10 @@ The agent sends the whole conversation with every call, so later calls begin wit
     system - user - [A] assistant -+- user  - [B] assistant
                                    +- user' - [C] assistant
 
-**The tree is a dict.** A finished interaction is stored under the digest of its conversation: its
-messages and its output. A new call looks up the digest of every prefix of its messages. The longest
-prefix found is the parent's conversation: A is the parent of B and C. Messages are compared in
-`canonical` form (calls/messages.py), because clients rewrite JSON.
+**The tree is a dict**, `_finished`. A finished interaction is stored under the digest of its
+conversation: its messages and its output. A new call looks up the digest of every prefix of its
+messages. The longest prefix found is the parent's conversation: A is the parent of B and C.
+Messages are compared in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
 **Rewards** r(i) become final rewards R(i), from the last call to the first:
 
@@ -17,9 +17,10 @@ prefix found is the parent's conversation: A is the parent of B and C. Messages 
 
 A call reads the answer that it continues, so B and C read A. With gamma = 0.5, three successive
 calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read,
-and which calls get no reward.
+and which calls are side conversations (such as requests for a title), which get no reward.
 
-**Rows.** Style "individual" makes a row for each turn, and style "concat" a row for each leaf:
+**Rows.** Style "individual" makes a row for each call, or turn, and style "concat" a row for each
+leaf:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -42,6 +43,8 @@ from calls.messages import Message, canonical
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
+# what an export copies
+EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
 LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
 
 
@@ -89,10 +92,10 @@ class InteractionWithTokenLogpReward:
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by a session: the first message's digest, and the digests that begin no side conversation
-    opening: int = 0
-    agents: set[int] = field(default_factory=set)
+    first_digest: int = 0
+    agent_digests: set[int] = field(default_factory=set)
     named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)  # by its header
-    # set by an export:
+    # set by an export: pairs (turn, whether this row trains it)
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
 
@@ -102,9 +105,9 @@ class InteractionWithTokenLogpReward:
 
     @property
     def is_side(self) -> bool:
-        """Whether this is a side conversation. Calls with the same first message are judged
-        together: if any has tools or a parent, none is a side conversation."""
-        return bool(self.agents) and self.opening not in self.agents
+        """Whether this is a side conversation (calls/sessions.py). Calls with the same first
+        message are judged together."""
+        return bool(self.agent_digests) and self.first_digest not in self.agent_digests
 
     @property
     def is_left_out(self) -> bool:
@@ -153,30 +156,19 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Rebuild an interaction, with its final reward and its row. In `exported`, its `parent` and
-    `reads` are ids. The caller sets the interactions (calls/client.py)."""
+    """Rebuild an interaction, with its final reward and its row. In `exported`, `parent` and
+    `reads` are ids, so the caller sets both (calls/client.py)."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
 
 
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
-# a row's values for a token that was not sampled
-NOT_SAMPLED = {
-    "loss_mask": 0,
-    "logprobs": 0.0,
-    "versions": -1,
-    "turn_ids": -1,
-    "turn_rewards": 0.0,
-    "temperatures": 1.0,
-}
-# what an export copies
-EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
 
 
 def extend(digest: int, message: Message) -> int:
     """Add `message` to a conversation's digest, which begins as 0. Python's hash has 64 bits, so
-    collisions are unlikely. Every process has its own key."""
+    collisions are unlikely, and its random key lets nobody construct one."""
     return hash((digest, canonical(message)))
 
 
@@ -276,9 +268,8 @@ class InteractionCache(dict[str, Interaction]):
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return a copy of each leaf. If rows share a turn, the first row trains it. If a copy's first
-    trained turn continues another turn, the row that trains the other becomes the copy's
-    `parent`."""
+    """Return a copy of each leaf. If rows share a turn, the first row trains it. A copy's `parent`
+    is the row that trains the turn before its first trained turn."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
@@ -302,6 +293,17 @@ def extends_parent(turn: Interaction) -> bool:
     assert turn.parent is not None
     before = turn.parent.tokens.input_tokens + turn.parent.tokens.output_tokens
     return turn.tokens.input_tokens[: len(before)] == before
+
+
+# a row's values for a token that was not sampled
+NOT_SAMPLED = {
+    "loss_mask": 0,
+    "logprobs": 0.0,
+    "versions": -1,
+    "turn_ids": -1,
+    "turn_rewards": 0.0,
+    "temperatures": 1.0,
+}
 
 
 def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ The pause mode says how an update interrupts the servers:
   the request waits at the server until the update is over.
 
 **Versions come from the answer**, because the engine's own version may change while a request runs.
-SGLang 0.5.16 to 0.5.18 reports only the version at the end of a segment. With such a server the
-pause mode becomes `abort`, so that each segment has one version.
+SGLang before 0.5.19 reports only the version at the end of a segment. With such a server the pause
+mode becomes `abort`, so that each segment has one version.
 
 **Hooks** run before and after every segment. Replay uses them to record and repeat a run
 (extras/replay.py).
@@ -215,7 +215,7 @@ class RemoteInfEngine:
 
     def set_version(self, version: int) -> None:
         """Tell the proxy that all servers have `version`, and let the gate admit more tasks."""
-        self._version = self.servers.newest = self.servers.limit = version
+        self._version = self.servers.newest = self.servers.trainer_version = version
         if self.proxy is not None:
             Servers(*self.proxy).post_all("/set_version", {"version": version})
         if self.dispatcher is not None:

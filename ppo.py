@@ -63,8 +63,8 @@ def ppo_actor_loss_fn(
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     passes its one old policy for the last two. Values outside `loss_mask` are ignored, even NaN.
-    `denominator` is the mini-batch's number of trained tokens, so the losses of all pieces add up
-    to the mini-batch's loss. Only other losses use `sequence_ids`, the row of each token.
+    `denominator` is the mini-batch's number of trained tokens, so the losses of its parts add up to
+    the mini-batch's loss. Only other losses use `sequence_ids`, the row of each token.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)

@@ -52,7 +52,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from cache import Interaction, InteractionCache, check_style
-from calls.messages import AgentRequest, Json, Message, Refusal, check_sampling, get
+from calls.messages import Json, Message, Refusal, check_sampling, get
 from calls.prompts import PromptBuilder, read_text
 from calls.replies import PROTOCOLS, Protocol, error_body
 from calls.sessions import ProxyAddress as ProxyAddress
@@ -63,6 +63,8 @@ from engine import RemoteInfEngine
 from inference.fields import make_named
 from inference.io_struct import CallParameters, EngineError, ModelRequest, ModelResponse, call_seed
 from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
+
+LONG = 2**14  # bytes of a session's bodies; fewer are tokenised in milliseconds
 
 
 @dataclass(eq=False)
@@ -147,17 +149,19 @@ class Proxy:
         """Make the prompt of a call, generate, and read what the model wrote."""
         ask = turn.ask
         tools = [] if ask.tool_choice == "none" else ask.tools
-        prompt = self.prompts.prompt(turn.interaction)
+        # A thread tokenises what may be long, so that no other session waits.
+        make, call = self.prompts.prompt, turn.interaction
+        prompt = await asyncio.to_thread(make, call) if turn.session.size > LONG else make(call)
         # The prompt may end with the answer's beginning: a <think>, or part of a forced call.
         begun = THINK if self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THINK) else ""
         if forced := opening(ask.tool_choice, tools, begun, self.parser):
             prompt, begun = prompt + self.prompts.encode(forced), begun + forced
         turn.form.input_len = len(prompt)
-        request = self.request(turn.session, ask, prompt)
+        request = self.model_request(turn, prompt)
         response = await self.engine.agenerate(request)
         # Another parser's call marks may be special tokens, so keep these.
-        tokens, special = response.output_tokens, self.parser is not split_calls
-        text = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
+        tokens, keep_special = response.output_tokens, self.parser is not split_calls
+        text = read_text(self.tokenizer, tokens, request.gconfig, begun, keep_special)
         ended = response.stop_reason == "stop"
         message = parse(text, tools, turn.form.suffix, self.parser, ended)
         if "tool_calls" in message and not ask.parallel_tool_calls:
@@ -166,9 +170,9 @@ class Proxy:
             response.stop_reason = "tool_calls"
         return message, response
 
-    def request(self, session: Session, ask: AgentRequest, ids: list[int]) -> ModelRequest:
-        number, session.calls = session.calls, session.calls + 1
-        chosen = self.sampling | session.sampling | ask.sampling
+    def model_request(self, turn: Turn, ids: list[int]) -> ModelRequest:
+        session, number = turn.session, turn.number
+        chosen = self.sampling | session.sampling | turn.ask.sampling
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
         # If an agent always sends seed 42, the members of its group must still differ.
         if (seed := chosen.get("seed", self.seed)) is not None:

@@ -1,8 +1,8 @@
 """The staleness gate: how many prompt groups may start, and how old they can get.
 
-A group starts under one policy version. The same or a later version trains on the group. The
-**lag** of a token is the version that trains on it minus the version that generated it. The **age**
-of a group is the lag of its oldest trained token, whose version is the group's `head_version`. eta
+A group starts under one policy version, and a step consumes it at the same or a later one. The
+**lag** of a token is the version of its step minus the version that generated it. The **age** of a
+group is the lag of its oldest trained token, whose version is the group's `head_version`. eta
 (`max_head_offpolicyness`) bounds the age; with eta = 0 training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
@@ -10,10 +10,11 @@ group holds a place, and so does every group accepted since the run began:
 
     enqueued -> running -> accepted   (keeps its place when it is consumed; each version adds B)
                         -> rejected   (gives it back; failed groups count as rejected)
+                accepted -> dropped, withdrawn   (give it back: too old, or fetched by id)
 
-A dropped or withdrawn group also gives its place back. The gate never deadlocks. Suppose the
-trainer waits at version v and no group runs. Then v B consumed groups and at most B - 1 others hold
-places. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
+The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
+consumed groups and at most B - 1 others hold places. So at least (eta + v + 1) B - v B - (B - 1) =
+eta B + 1 places are free.
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
 would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, it reaches age 5. So
@@ -24,10 +25,10 @@ would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, it reaches a
   places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at version ceil(p / B) - 1 <= eta + s.
   Its tokens have versions >= s, which inference/servers.py checks. So its age is at most eta.
 - **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
-  with a lag above eta out of the loss. A group's last tokens are never too old. *Proof:* number the
-  groups in order of finish. When group p ends, at version f, groups 1 to p hold places. So p <=
-  (eta + f + 1) B, and a step takes group p at version eta + f at the latest. A group whose trained
-  tokens are all too old is dropped.
+  with a lag above eta out of the loss. Tokens of the version at which a group ends are never too
+  old. *Proof:* number the groups in order of finish. When group p ends, at version f, groups 1 to p
+  hold places. So p <= (eta + f + 1) B, and a step takes group p at version eta + f at the latest. A
+  group whose trained tokens are all too old is dropped.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
 The bound holds if every step consumes B groups and versions never fall. Otherwise the age check
@@ -88,7 +89,7 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. A None in head_version means that no token is
+        """Return whether a group may be consumed now. `head_version` is None if no token is
         trained.
 
         Raises StalenessError for a version that the trainer has not made.

@@ -9,8 +9,8 @@
 `start_rollout` makes the parts in the order in which data flows. `train_step` shows the batch and
 its shapes, the three policies, the update and the push of the weights. `run` holds the
 configuration, inputs and processes (run/start.py). It also holds the parts made here: engine,
-executor, actor and ref. `run.call(event, ...)` calls the method `event` of every callback. Your own
-script can call `PPOTrainer(config).train(workflow=MyAgent)`.
+executor, actor and ref. `run.call(event, ...)` calls the method `event` of every callback, which
+observes the run (extras/). Your own script can call `PPOTrainer(config).train(workflow=MyAgent)`.
 
 The servers generate while the trainer trains. Here a batch has B = 2 prompt groups. With eta = 1
 (max_head_offpolicyness), a trained token is at most one version old:
@@ -26,7 +26,7 @@ makes version s. A push interrupts running generations, which go on under the ne
 token keeps the version of the weights that computed it.
 
 Under torchrun all ranks train on the same batch and share the work (training/actor.py). Only rank 0
-runs rollouts. Callbacks observe a run (extras/).
+runs rollouts.
 """
 
 import sys
@@ -100,7 +100,6 @@ def start_rollout(run: Run) -> None:
         gconfig=config.gconfig,
         eval_gconfig=config.evaluation_gconfig,
         seed=config.seed,
-        proxy=engine.proxy,
         dump_dir=run.run_dir,
     )
     for child in run.children:
@@ -152,11 +151,11 @@ class PPOTrainer:
             start_rollout(run)
         start_trainer(run)
         run.wait_until_ready()
-        keys = config.weight_update
+        update = config.weight_update
         name = f"weights{run.run_dir.absolute()}".replace("/", "-")
-        folder = Path(keys.path or run.run_dir) / name
+        folder = Path(update.path or run.run_dir) / name
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        self.meta = WeightUpdateMeta(mode=keys.mode, path=str(folder), address=keys.address)
+        self.meta = WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)
         run.actor.connect_engine(run.engine, self.meta)
         run.step = load_checkpoint(run.run_dir, run.actor, run.executor)
         if run.step or config.rollout.server_addrs:  # the servers have other weights
@@ -176,9 +175,9 @@ class PPOTrainer:
 
         # 1. Rank 0 waits for the next B prompt groups (rollout/executor.py) and gives their rows to
         #    all ranks. No trained token is more than eta versions old. The shapes:
-        #        input_ids, loss_mask, versions, turn_ids      (rows, T) int32
-        #        logprobs: log pi_behav of every sampled token (rows, T) float32
-        #        rewards, group_ids                            (rows,)
+        #        input_ids, loss_mask, versions, turn_ids               (rows, T) int32
+        #        logprobs (log pi_behav), turn_rewards, temperatures    (rows, T) float32
+        #        rewards, group_ids                                     (rows,)
         batch = actor.prepare_batch(
             self.dataloader,
             workflow=run.inputs.workflow,

@@ -161,8 +161,9 @@ class RLVRWorkflow(RolloutWorkflow):
 class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward, with `reflection_message` between them.
 
-    After k answers every turn gets the reward of the last, times turn_discount^(k-1). turn_discount
-    is not the gamma of cache.py. A full context also ends the conversation.
+    After k answers every turn gets the reward of the last, times turn_discount^(k-1). This
+    turn_discount is not gamma, the key rollout.openai.turn_discount. A full context also ends the
+    conversation.
     """
 
     max_turns: int = 3
@@ -176,11 +177,11 @@ class MultiTurnWorkflow(RLVRWorkflow):
             raise ValueError("MultiTurnWorkflow: the chat template renders history anew each turn")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        context = getattr(engine, "context_length", math.inf)  # tokens
+        most_tokens = getattr(engine, "context_length", math.inf)
         prompt_ids = self.prompt_ids(data["messages"])
         reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []
-        while not turns or len(prompt_ids) < context:
+        while not turns or len(prompt_ids) < most_tokens:
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
             if reward > 0 or len(turns) == self.max_turns:

@@ -3,9 +3,9 @@
     python bench/bound.py [--calls 2048]
 
 One session makes calls of 30 kB, each a conversation of its own, until the proxy refuses; then it
-is rewarded and exported. Another session, in a process of its own, makes short calls all the time,
-first alone. Printed are the median and the worst wait of these calls in ms, and the proxy's memory.
-The engine answers at once, as in bench/proxy.py.
+is rewarded and exported. Other sessions, in a process of their own, make short calls all the time,
+first alone, and are exported, too. Printed are the median and the worst wait of these calls in ms,
+and the proxy's memory. The engine answers at once, as in bench/proxy.py.
 """
 
 import argparse
@@ -62,11 +62,13 @@ def measure(url: str, stop: Any, waits: Any) -> None:
     found, session = list[float](), Session(url)
     while not stop.is_set():
         if len(found) % 1000 == 999:  # before its own bound
+            session.export()
             session = Session(url)
         asked = time.perf_counter()
         assert session.call(f"hello {len(found)}") == 200
         found.append(1e3 * (time.perf_counter() - asked))
         time.sleep(0.02)
+    session.export()
     waits.put(sorted(found))
 
 

@@ -22,7 +22,7 @@ begins a new conversation.
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** are used, or refused if UNSUPPORTED names them. Others are ignored. Images, files and
-unknown blocks stay in later calls, so a refusal would repeat. They become a placeholder.
+unknown blocks become a placeholder: they stay in later calls, so a refusal would repeat.
 """
 
 import contextlib
@@ -267,8 +267,9 @@ def _schema(form: Json) -> Json:
     is_free = form["type"] == "json_object"
     schema = {"type": "object"} if is_free else get(form, "json_schema", dict, form).get("schema")
     if not isinstance(schema, dict):
-        what = "type text, json_object, or json_schema with a schema is needed"
-        raise Refusal(f"response_format: {what}")
+        raise Refusal(
+            "response_format: type text, json_object, or json_schema with a schema is needed"
+        )
     return {"json_schema": orjson.dumps(schema).decode()}
 
 

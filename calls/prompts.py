@@ -10,8 +10,8 @@ where the tail is what the chat template writes between the parent's answer and 
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
-SENTINEL. So an answer stays as it was sampled, even if the template would strip its reasoning. The
-whole conversation is then one sequence to train on.
+SENTINEL, without end marks that the output already has. So an answer stays as it was sampled, even
+if the template would strip its reasoning. The whole conversation is then one sequence to train on.
 
 This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tests this
 with two conversations. The second has a tool's result, which some templates write into the call. If

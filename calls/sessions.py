@@ -54,7 +54,7 @@ class Session:
     task_id: str
     sampling: dict[str, Any]  # its defaults for CallParameters
     cache: InteractionCache
-    calls: int = 0  # calls sent to the engine
+    calls: int = 0  # calls entered
     size: int = 0  # bytes of all bodies
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
@@ -62,7 +62,7 @@ class Session:
     # For links and side conversations:
     # call that none continues -> its `needle`, and the needle's `longest_run`
     leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
-    agents: set[int] = field(default_factory=set)  # openings that begin no side conversation
+    agent_digests: set[int] = field(default_factory=set)  # begin no side conversation
 
     def check_open(self) -> None:
         if self.ended:
@@ -99,9 +99,10 @@ class Session:
         self.leaves.pop(call.parent, None)
         if said := needle(output):
             self.leaves[call] = said, longest_run(said)
-        call.opening, call.agents = extend(0, call.messages[0]), self.agents
+        call.first_digest = extend(0, call.messages[0])
+        call.agent_digests = self.agent_digests
         if not looks_like_side(call):
-            self.agents.add(call.opening)
+            self.agent_digests.add(call.first_digest)
 
     def _link(self, call: Interaction) -> None:
         """Let `call` also read the calls that it names, and the leaves whose answers its new
@@ -126,7 +127,7 @@ class Session:
         if not (found or named):
             return
         # A call that is read is no side conversation.
-        self.agents |= {x.opening for x in found + named}
+        self.agent_digests |= {x.first_digest for x in found + named}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self.leaves[x][0], results)]

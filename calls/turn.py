@@ -57,6 +57,7 @@ class Turn:
         self.form = protocol(ask, secrets.token_hex(16))  # writes the reply
         self.interaction = Interaction(ask.messages, self.form.id, ask.tools, ask.template_kwargs)
         session.enter(self.interaction, named)
+        self.number, session.calls = session.calls, session.calls + 1
         self.listeners = 0  # connections that wait
         self.task = asyncio.ensure_future(self._run(answer))  # its result is the reply
         self.task.add_done_callback(self._done)
@@ -77,7 +78,8 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # Until its exception is read, a cancelled task keeps it, and so this turn and its session.
+        # A cancelled task keeps its exception until it is read, and with it this turn and its
+        # session.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # levels of nesting, of orjson's 254, kept free for what will enclose a value
+ROOM = 50  # of orjson's 254 levels of nesting, these stay free for what will enclose a value
 
 
 class Refusal(ValueError):

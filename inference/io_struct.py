@@ -14,9 +14,9 @@ Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang 
 reports only `weight_version`, the version at the end of the answer. If the finish reason has a
 status code, the request failed. Otherwise `abort` means that a pause interrupted the request.
 
-A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
-penalty or a grammar, the server samples from another distribution, so training leaves such tokens
-out (`trains_exactly`).
+A logprob is log_softmax(logits / temperature) over the whole vocabulary. With greedy decoding,
+top_p, top_k, a penalty or a grammar, the server samples from another distribution, so training
+leaves such tokens out (`trains_exactly`).
 """
 
 import hashlib
@@ -108,7 +108,7 @@ class ModelRequest:
     input_ids: list[int]
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    tokenizer: Any = None
+    tokenizer: Any = None  # AReaL's; unused here
     call: str = ""  # name of the call in the run, such as "7-3.1": task 7, member 3, call 1
 
     def __post_init__(self) -> None:

@@ -5,9 +5,9 @@ All conversations of a prompt group go to one server, which computes the shared 
 request goes to the next one.
 
 A server may have been restarted with its first weights, or may have missed an update. So the
-versions of every answer are checked. No token may be newer than the trainer's version (`limit`). An
-update changes all servers before any continues. So no token may be older than the newest version
-known when the request was sent (`newest`). If an update fails half way, the servers report version
+versions of every answer are checked. No token may be newer than `trainer_version`. An update
+changes all servers before any continues. So no token may be older than the newest version known
+when the request was sent (`newest`). If an update fails half way, the servers report version
 "7-incomplete", which no engine accepts.
 """
 
@@ -42,7 +42,7 @@ class Servers:
         addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
         self.newest = 0  # no later request may get older tokens
-        self.limit = math.inf  # the trainer's version, once this process knows it
+        self.trainer_version = math.inf  # until this process knows it
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = PerLoop(lambda: session or make_session(), lambda made: made.close())
 
@@ -89,9 +89,9 @@ class Servers:
     def check_versions(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of a server's tokens, and update `newest`. `sent_after` is what
         `newest` was when the request was sent. Raises EngineError (503)."""
-        if wrong := [v for v in versions if not sent_after <= v <= self.limit]:
-            why = f"version {wrong[0]} instead of {sent_after} to {self.limit}: was it restarted?"
-            raise EngineError(f"{url} sent {why}", 503)
+        if wrong := [v for v in versions if not sent_after <= v <= self.trainer_version]:
+            why = f"version {wrong[0]} instead of {sent_after} to {self.trainer_version}"
+            raise EngineError(f"{url} sent {why}: was it restarted?", 503)
         self.newest = max([self.newest, *versions])
 
 

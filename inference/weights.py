@@ -2,7 +2,7 @@
 
 In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. So this needs a
 shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join
-an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang 0.5.20.
+an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang >= 0.5.20.
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -13,9 +13,8 @@ an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang
 
 If an update fails half way, some servers have version 7 and some 6. The label "7-incomplete" stays,
 and the run ends. A folder gets its name only when it is complete. In mode distributed each update
-makes its own group, so servers can come and go between updates. In NCCL a rank that joins,
-broadcasts or leaves waits for all others. So a thread asks the servers to take part while the
-trainer does.
+makes its own group, so a server may restart between updates. In NCCL a rank that joins, broadcasts
+or leaves waits for all others. So a thread asks the servers to take part while the trainer does.
 """
 
 import shutil

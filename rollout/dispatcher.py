@@ -7,13 +7,11 @@ can try every order of events. `BatchTaskDispatcher` carries the decisions out i
 where hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
 trainer's thread hands in work and waits.
 
-AReaL polls in two threads. Here `_produce` starts tasks when the gate may have opened, and `_run`
-records how a task ended.
+`_produce` starts tasks when the gate may have opened, and `_run` records how a task ended.
 
-The key rollout.stale says which groups form a batch. `wait` takes the B unconsumed groups that
-started first, so one slow group delays its batch. `mask` and `drop` take the groups that finished
-first. `mask` leaves out tokens that are too old. `drop` leaves out their whole groups. No trained
-token is more than eta versions old: staleness.py proves this, and `take` checks it.
+With rollout.stale=wait a batch takes the B unconsumed groups that started first, so one slow group
+delays it; with mask or drop, those that finished first (staleness.py, which proves the bound).
+`take` checks the ages.
 
 If a task returns None or raises, it is rejected and another one is drawn. The run stops after
 `max_failures` exceptions in a row. It also stops if as many groups are rejected before any is
@@ -55,7 +53,8 @@ class DispatchState:
     trace: Callable[[str, int], None] = lambda event, task_id: None
 
     pending: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # submitted tasks
-    order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
+    # the started, unconsumed tasks and their results; None while a task runs
+    order: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
     errors: list[BaseException] = field(default_factory=list)  # of the latest failures in a row

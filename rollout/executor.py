@@ -10,8 +10,7 @@ trajectory.py completes the group's tensors. should_accept_fn sees them. Their t
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
-If a workflow returns None or raises, its sample is rejected and another one is drawn. A sample
-keeps the arguments of the `prepare_batch` call that drew it.
+A sample keeps the arguments of the `prepare_batch` call that drew it.
 
 **A restart** draws the samples again from the first, but skips closed positions. Their samples were
 consumed, rejected, dropped or withdrawn. If positions 0 to 7 were drawn and 0 to 3 trained on, the
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import workflow as workflows
-from calls.sessions import ProxyAddress
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters
 from rollout import trajectory
@@ -70,7 +68,6 @@ class WorkflowExecutor:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     eval_gconfig: GenerationHyperparameters | None = None
     seed: int | None = None
-    proxy: ProxyAddress | None = None  # for agents
     dump_dir: Path | None = None
 
     def __post_init__(self) -> None:
@@ -179,9 +176,10 @@ class WorkflowExecutor:
         group_size: int | None,
         sampling: dict[str, Any] | None = None,
     ) -> tuple[workflows.RolloutWorkflow, Any]:
-        keys = self.config.openai.model_dump(exclude={"turn_discount", "tool_call_parser"})
-        keys |= {"discount": self.config.openai.turn_discount, "sampling": sampling or {}}
-        proxy = keys | (self.proxy._asdict() if self.proxy else {})
+        openai, address = self.config.openai, self.engine.proxy
+        proxy = openai.model_dump(exclude={"turn_discount", "tool_call_parser"})
+        proxy |= {"discount": openai.turn_discount, "sampling": sampling or {}}
+        proxy |= address._asdict() if address else {}
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
         one = workflows.resolve_workflow(workflow, kwargs, proxy=proxy, defaults=defaults)
         size = group_size or self.gconfig.n_samples

@@ -99,8 +99,9 @@ def check_trajectory_format(traj: Any) -> None:
             raise ValueError(f"trajectory[{key!r}] is a {type(value).__name__}, not a tensor")
         needed = shape[: KEYS[key].dims] if key in KEYS else shape[:1] + value.shape[1:]
         if value.shape != needed:
-            shapes = f"has shape {list(value.shape)}; {list(needed)} is needed"
-            raise ValueError(f"trajectory[{key!r}] {shapes}")
+            raise ValueError(
+                f"trajectory[{key!r}] has shape {list(value.shape)}; {list(needed)} is needed"
+            )
         if not value.isfinite().all():
             raise ValueError(f"trajectory[{key!r}] holds NaN or an infinite value")
 

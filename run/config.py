@@ -406,14 +406,12 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         epilog="\n".join(["the keys:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--help-all", action="help", help="show this message with all keys")
-    help_text = "a recipe, or its name in configs/; default: demo"
-    parser.add_argument("--config", action="append", metavar="FILE", help=help_text)
-    parser.add_argument(
-        "--force", action="store_true", help="continue a run that other code or data began"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
+    add = parser.add_argument
+    add("--help-all", action="help", help="show this message with all keys")
+    add("--config", action="append", metavar="FILE", help="a recipe, or a name in configs/ (demo)")
+    add("--force", action="store_true", help="continue a run that other code or data began")
+    add("--quiet", action="store_true", help="print only warnings and errors")
+    add("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
     settings: dict[str, Any] = {}
     for name in options.config or ["demo"]:

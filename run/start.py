@@ -87,8 +87,10 @@ class Run:
             config.trial_name = time.strftime("%Y%m%d-%H%M%S")
         # The code, and what determines the order of the prompts:
         data = config.train_dataset
-        order = f"seed {config.seed}, shuffle {data.shuffle}, data {data.path or config.task}"
-        self.origin = f"# revision {revision()}, {order}"
+        self.origin = (
+            f"# revision {revision()}, seed {config.seed}, shuffle {data.shuffle},"
+            f" data {data.path or config.task}"
+        )
         record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
         if record.is_file() and metrics.exists() and config.mode == "train":
             began = record.read_text(errors="replace").partition("\n")[0]
@@ -102,8 +104,9 @@ class Run:
             lock = self.stack.enter_context((self.run_dir / "lock").open("w"))
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit the lock
         except OSError as error:
-            reason = "cannot be written, or belongs to a running process"
-            raise ConfigError(f"{self.run_dir} {reason}: {error}") from error
+            raise ConfigError(
+                f"{self.run_dir} cannot be written, or belongs to a running process: {error}"
+            ) from error
 
     def record(self) -> None:
         """Write config.yaml."""

@@ -19,15 +19,13 @@ class ScriptedEngine:
     ) -> None:
         self.tokenizer, self.script, self.cut, self.version = tokenizer, script, False, 0
         self.requests: list[ModelRequest] = []
-        self.executor: Any = None
+        self.proxy: Any = None  # agents have none
 
     def get_version(self) -> int:
         return self.version
 
     def set_version(self, version: int) -> None:
         self.version = version
-        if self.executor is not None:
-            self.executor.on_new_version()
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self.requests.append(request)

@@ -37,7 +37,7 @@ TELLS_THE_PROXY = 'Servers(*self.proxy).post_all("/set_version", {"version": ver
 NEVER = "await asyncio.Event().wait()"
 MUTANTS = [  # property, bounds, module, code, changed code
     ("label", ONE, ENGINE, SEGMENT, f"{SEGMENT}; {ALL_ZERO}"),
-    ("label", ONE, SERVERS, "<= v <= self.limit", "<= v"),
+    ("label", ONE, SERVERS, "<= v <= self.trainer_version", "<= v"),
     ("falls", TWO, ENGINE, "at_least = self.servers.newest", "at_least = 0"),
     ("falls", TWO, SERVERS, "not sent_after <= v", "not 0 <= v"),
     ("lost", ABORT, ENGINE, 'if response.stop_reason != "abort" or', "if True or"),

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from calls.prompts import PromptBuilder
 from calls.replies import PROTOCOLS
 from engine import EngineError
 from inference.io_struct import ModelRequest, ModelResponse, call_seed
-from proxy import main, write_rows
+from proxy import LONG, main, write_rows
 
 pytestmark = pytest.mark.anyio
 
@@ -103,6 +104,22 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
         assert sent.count("</think>") == rendered.count("</think>") + (inside and forced)
         result = {"role": "tool", "content": "r", "tool_call_id": message["tool_calls"][0]["id"]}
         messages += [message, result]
+
+
+async def test_a_long_prompt_keeps_nobody_waiting(start: Start) -> None:
+    """While a thread tokenises it, other calls are answered."""
+    harness, answered = start(), threading.Event()
+    session, make = await harness.start(), harness.proxy.prompts.prompt
+
+    def make_slowly(call: Interaction) -> list[int]:
+        assert call.messages == HELLO or answered.wait(30)
+        return make(call)
+
+    harness.proxy.prompts.prompt = make_slowly  # type: ignore[method-assign]
+    long = asyncio.ensure_future(harness.chat(session, [HELLO[0] | {"content": "w " * LONG}]))
+    await harness.chat(await harness.start(), HELLO)
+    answered.set()
+    await long
 
 
 # ---- sampling

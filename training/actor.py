@@ -281,25 +281,25 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []
         for rows in split_minibatches(row_lengths(batch), self.config.ppo_n_minibatches):
-            if count := int((batch["loss_mask"][rows, 1:] > 0).sum()):
+            if count := int((batch["loss_mask"][rows, 1:] > 0).sum()):  # nothing predicts token 0
                 minibatches.append((rows, count, self.passes(batch, rows)))
         if not minibatches:
             raise ValueError(
                 "no token of the batch is trained: did all calls ask for temperature 0, top_p,"
                 " top_k, a penalty or a grammar? (docs/agents.md)"
             )
-        steps = minibatches * self.config.ppo_epochs
+        updates = minibatches * self.config.ppo_epochs
         found = []
-        for k, (rows, count, pieces) in enumerate(steps):
-            batch["step_fraction"][rows] = k / len(steps)
-            found.append(self.minibatch_step(pieces, count, k / len(steps)))
+        for k, (rows, count, pieces) in enumerate(updates):
+            batch["step_fraction"][rows] = k / len(updates)
+            found.append(self.minibatch_step(pieces, count, k / len(updates)))
             if k == 0 and "prox_logp" not in batch:
                 batch["start_logp"] = self.gather(batch, pieces, "theta_logp")
 
         self.states.clear()
         pieces = [piece for *_, pieces in minibatches for piece in pieces]
         batch["theta_logp"] = self.gather(batch, pieces, "theta_logp")
-        counts = [count for _, count, _ in steps]
+        counts = [count for _, count, _ in updates]
         stats = {
             key: sum(n * one[key] for n, one in zip(counts, found)) / sum(counts)
             for key in found[0]
@@ -350,7 +350,7 @@ class FSDPPPOActor(FSDPEngine):
         logp, entropy = self.forward(piece)  # (N,), (N,)
         tokens["theta_logp"] = theta_logp = logp.detach()  # (N,)
         prox_logp, old_logp = (tokens[key] for key in self.policies())
-        # k2, an estimate of KL(pi_theta, pi_behav); the clamp keeps it finite
+        # k2, an estimate of KL(pi_behav, pi_theta); the clamp keeps it finite
         kl = log_ratio(theta_logp, old_logp).clamp(-1e4, 1e4).square() / 2  # (N,)
         means = {"entropy": entropy, "kl": kl}
         if c.use_decoupled_loss and c.prox_logp_method != "recompute":

@@ -70,11 +70,11 @@ class TokenLogprobs(torch.autograd.Function):
         is_frozen = ctx.needs_input_grad[:2] == (False, True)
         results, slopes = [], []
         for h, ids, tau in chunks(weight, *tokens):
-            log_p = chunk_log_p(h, weight, tau)
+            log_p = chunk_log_p(h, weight, tau)  # (c, V)
             results.append(chunk_results(log_p, ids))
             if is_frozen:  # compute d logp / d h now, while we have the logits
-                grad = chunk_gradient(log_p, ids, 1 / tau, torch.zeros_like(tau))
-                slopes.append(grad.to(weight.dtype) @ weight)  # (c, V) @ (V, D)
+                grad = chunk_gradient(log_p, ids, 1 / tau, torch.zeros_like(tau))  # (c, V)
+                slopes.append(grad.to(weight.dtype) @ weight)  # (c, D)
         ctx.save_for_backward(weight, *tokens, torch.cat(slopes) if is_frozen else None)
         return tuple(map(torch.cat, zip(*results)))  # (N,), (N,)
 

@@ -372,7 +372,7 @@ class World(engine.Hooks):
             for s in self.servers
         )
         engines = tuple(
-            (one.servers.newest, one.servers.limit, one._paused)
+            (one.servers.newest, one.servers.trainer_version, one._paused)
             for one in (self.trainer, self.proxy)
         )
         request = self.request and (*(self.asked, self.request.done(), len(self.waits)), *self.kept)

@@ -123,9 +123,8 @@ def test_a_tampered_schedule_is_refused(tmp_path: Path, place: int, line: Any, w
     lines = [orjson.dumps(fact) for fact in GOOD]
     lines[place] = orjson.dumps(line)
     (tmp_path / FILE).write_bytes(b"\n".join([*lines, b""]))
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(ConfigError, match=words, check=lambda error: "\n" not in str(error)):
         check(load(["train_dataset.batch_size=1"])[0], str(tmp_path))
-    assert "\n" not in str(refused.value)
 
 
 # ---- the engine

@@ -41,10 +41,11 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     """run_agent(agent, *samples, **openai) runs a group per sample; returns them and the counts."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
+    engine.proxy = proxy
 
     def run(agent: Any, *samples: dict, group_size: int = 1, **openai: Any) -> Any:
         config = RolloutConfig(openai=OpenAIConfig(**openai))
-        executor = WorkflowExecutor(engine, config, StalenessManager(engine, 9, 9, 0), proxy=proxy)
+        executor = WorkflowExecutor(engine, config, StalenessManager(engine, 9, 9, 0))
         try:
             tasks = [
                 executor.submit(QUESTION | sample, agent, group_size=group_size)
@@ -254,8 +255,9 @@ def test_destroy_ends_agents_that_run(
     os.mkfifo(fifo := tmp_path / "fifo")
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
+    engine.proxy = proxy
     config = RolloutConfig(openai=OpenAIConfig(mode="subproc"))
-    executor = WorkflowExecutor(engine, config, StalenessManager(engine, 1, 1, 0), proxy=proxy)
+    executor = WorkflowExecutor(engine, config, StalenessManager(engine, 1, 1, 0))
     executor.submit(QUESTION | {"then": "hangs", "fifo": str(fifo)}, mode_agents.Talks)
     with open(fifo) as file:
         assert file.read(5) == "alive"

@@ -44,10 +44,8 @@ def config_of(*words: str) -> TrainConfig:
 )
 def test_what_cannot_run_is_one_line(words: list[str], says: str) -> None:
     """The line names the key, and what to write instead."""
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=rf"^.*{re.escape(says)}.*\Z"):
         load(words)
-    assert says in str(error.value)
-    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_run_works_on_a_copy() -> None:
@@ -107,9 +105,8 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     """The line begins with the recipe's path."""
     recipe = tmp_path / "own.yaml"
     recipe.write_text(text)
-    with pytest.raises(ConfigError, match=r"own\.yaml: ") as error:
+    with pytest.raises(ConfigError, match=r"^.*own\.yaml: .*\Z"):
         load(["--config", str(recipe)])
-    assert len(str(error.value).splitlines()) == 1
 
 
 def test_recipes_are_found_by_name() -> None:

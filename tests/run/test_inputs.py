@@ -1,5 +1,6 @@
 """What a run starts from, and the one line that says what is wrong with it."""
 
+import re
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -71,10 +72,8 @@ def test_what_cannot_be_loaded_is_one_line(
     data.write_text(line, errors="surrogateescape")
     given = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
     config, _ = load([*given, "workflow=test_inputs.Agent", *words])
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=rf"^.*{re.escape(says)}.*\Z"):
         inputs_of(config)
-    assert says in str(error.value)
-    assert len(str(error.value).splitlines()) == 1
 
 
 def test_the_order_of_the_data_is_the_seeds() -> None:
