@@ -123,9 +123,7 @@ class PPOTrainer:
 
     def __init__(self, config: TrainConfig, run: Run | None = None) -> None:
         self.run = run or Run(config)
-        self.config = config = self.run.config
-        names = config.callbacks + (["extras.trace.Trace"] if config.rollout.enable_tracing else [])
-        self.run.callbacks += [import_name(name)(config) for name in names]
+        self.config = self.run.config
 
     def train(
         self, workflow: RolloutWorkflow | Any = None, workflow_kwargs: dict[str, Any] | None = None
@@ -145,6 +143,8 @@ class PPOTrainer:
     def start(self, workflow: Any, workflow_kwargs: dict[str, Any] | None) -> None:
         """Start every part, and restore the newest checkpoint if there is one."""
         run, config = self.run, self.config
+        names = config.callbacks + (["extras.trace.Trace"] if config.rollout.enable_tracing else [])
+        run.callbacks += [import_name(name)(config) for name in names]
         run.inputs = load_inputs(config, workflow, workflow_kwargs)
         self.dataloader = make_dataloader(config, run.inputs.dataset)
         if run.rank == 0:

@@ -25,6 +25,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -287,7 +288,10 @@ class BatchTaskDispatcher:
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._end.wait())  # then the runner cancels the episodes and awaits them
+            while not self._end.is_set():
+                with suppress(SystemExit):  # of a task that an agent has made
+                    runner.run(self._end.wait())
+            # Now the runner cancels the episodes and awaits them.
 
     def _produce(self) -> None:
         for task in self.state.start():

@@ -212,7 +212,8 @@ class WorkflowExecutor:
             result = await task.workflow.arun_episode(self.engine, task.data)
             if result is None:
                 return None
-            group = trajectory.complete(workflows.to_tensors(result), task.task_id, version)
+            traj, temperature = workflows.to_tensors(result), self.gconfig.temperature
+            group = trajectory.complete(traj, task.task_id, version, temperature)
             versions = trajectory.version_span(group, trajectory.generated(group))
             if not task.is_eval:
                 rewards = group["rewards"].tolist()

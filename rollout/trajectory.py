@@ -26,7 +26,6 @@ loss_mask, no token is trained. Without turn_ids, a row's trained tokens are one
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,10 +105,12 @@ def check_trajectory_format(traj: Any) -> None:
             raise ValueError(f"trajectory[{key!r}] holds NaN or an infinite value")
 
 
-def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
+def complete(
+    traj: Trajectory, task_id: int, version: int = 0, temperature: float = 1.0
+) -> Trajectory:
     """Add every missing key of the table, and give the others the table's dtype. Without
     `versions`, sampled tokens get `version`, the version at the episode's start. No token can be
-    older.
+    older. Without `temperatures` they get `temperature`.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
@@ -118,8 +119,9 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     if "turn_ids" not in traj:
         full["turn_ids"] = full["loss_mask"].clamp(max=1) - 1
     sampled = generated(full)  # (B, L)
-    if "versions" not in traj:
-        full["versions"][sampled] = version
+    for key, value in (("versions", version), ("temperatures", temperature)):
+        if key not in traj:
+            full[key][sampled] = value
     if "turn_rewards" not in traj:
         full["turn_rewards"] = full["rewards"][:, None] * sampled
     return full | {key: torch.full_like(full[key], task_id) for key in ("task_ids", "group_ids")}
@@ -149,18 +151,19 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     return batch
 
 
-def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield each row's record, in the form of AReaL's page "Rollout Workflow". The completion goes
-    from the first generated token to the end of the row, including what other roles said between
-    turns."""
+def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
+    """Write each row to {folder}/{version}/{task_id}.jsonl, in the form of AReaL's page "Rollout
+    Workflow". The completion goes from the first generated token to the end of the row, including
+    what other roles said between turns."""
+    lines = []
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
         ids = row["input_ids"][row["attention_mask"]].tolist()
         prompt_len = min(sampled.nonzero().flatten().tolist(), default=len(ids))
         oldest, newest = version_span(row, sampled)
-        yield {
+        record = {
             "task_id": task_id,
-            "sample_idx": i,
+            "sample_idx": i,  # of the row in its group; the name is AReaL's
             "seqlen": len(ids),
             "prompt_len": prompt_len,
             "head_version": oldest,
@@ -169,12 +172,7 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[
             "prompt": tokenizer.decode(ids[:prompt_len]),
             "completion": tokenizer.decode(ids[prompt_len:]),
         }
-
-
-def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
-    """Write the records to {folder}/{version}/{task_id}.jsonl."""
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     path = folder / str(version) / f"{task_id}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = dump_lines(traj, task_id, tokenizer)
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")

@@ -86,7 +86,7 @@ class Worker:
     def _exchange(self, call: bytes) -> bytes:
         """Send a call, and block this thread until the process answers or is gone."""
         with suppress(BrokenPipeError):
-            self.process.stdin.write(call)
+            self.process.stdin.write(b"%d\n%s" % (len(call), call))
             self.process.stdin.flush()
         return self.process.stdout.readline()
 
@@ -137,15 +137,15 @@ def serve(trainer: int) -> None:
 
     threading.Thread(target=follow_trainer, daemon=True).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
-        while stream.peek(1):
-            out.write(outcome_of(stream) + b"\n")
+        while size := stream.readline():
+            out.write(outcome_of(stream.read(int(size))) + b"\n")
             out.flush()
 
 
-def outcome_of(calls: Any) -> bytes:
-    """Run the next call, and return its value and its error as JSON."""
+def outcome_of(call: bytes) -> bytes:
+    """Run a call, and return its value and its error as JSON."""
     try:
-        function, args, kwargs = pickle.load(calls)
+        function, args, kwargs = pickle.loads(call)
         outcome = function(*args, **kwargs), None
         return json.dumps(outcome, default=lambda scalar: scalar.item()).encode()
     except BaseException as error:  # also sys.exit()

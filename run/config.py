@@ -410,7 +410,6 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     add("--help-all", action="help", help="show this message with all keys")
     add("--config", action="append", metavar="FILE", help="a recipe, or a name in configs/ (demo)")
     add("--force", action="store_true", help="continue a run that other code or data began")
-    add("--quiet", action="store_true", help="print only warnings and errors")
     add("words", nargs="*", metavar="key=value", help="a key, without dashes")
     options = parser.parse_intermixed_args(argv)
     settings: dict[str, Any] = {}
@@ -422,7 +421,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     words: dict[str, Any] = {}
     for word in options.words:
         name, _, value = word.partition("=")
-        if word.endswith("="):
+        if word == f"{name}=":
             raise ConfigError(f"{word} lacks its value")
         with one_line(name):  # YAML would read the names 1.10 and 20261127_101010 as numbers
             is_name = name.endswith(("experiment_name", "trial_name"))

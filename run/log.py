@@ -87,7 +87,7 @@ class Log:
         path.parent.mkdir(exist_ok=True)
         ids = batch["input_ids"].unique().tolist()
         words = json.dumps({i: run.inputs.tokenizer.decode([i]) for i in ids})
-        save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
+        save_file({k: v.clone().contiguous() for k, v in batch.items()}, path, {"words": words})
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         run.history.append(metrics)

@@ -183,8 +183,6 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
     try:
         config, options = load(argv)
-        if options.quiet:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if config.mode == "eval" and config.evaluator.base_url:
             sys.exit(import_name("extras.endpoint.main")(config))
         return make(config, force=options.force)

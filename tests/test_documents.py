@@ -48,7 +48,7 @@ from ppo import describe_mode, ppo_actor_loss_fn
 from rollout.dispatcher import DispatchState
 from rollout.executor import WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper
-from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump_lines
+from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump
 from run.config import ALIASES, PPOActorConfig, RolloutConfig, load
 from run.evaluate import evaluate
 from run.inputs import Inputs
@@ -491,10 +491,11 @@ async def test_the_context(is_eval: bool, scope: str):
     assert (found["ctx"].is_eval, found["task_id"], found["scope"]) == (is_eval, 3, scope)
 
 
-def test_a_dump_line(tiny_tokenizer: Any):
+def test_a_dump_line(tiny_tokenizer: Any, tmp_path: Path):
     """A line of a dump has the keys of the page, in their order."""
     row = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2).bool()}
-    (line,) = dump_lines(complete(row, task_id=42), 42, tiny_tokenizer)
+    dump(complete(row, task_id=42), 42, tmp_path, 0, tiny_tokenizer)
+    line = json.loads((tmp_path / "0/42.jsonl").read_text())
     assert [*line] == [*ast.literal_eval(block("dump line"))]
 
 
@@ -774,8 +775,7 @@ def test_the_listing_of_the_loss():
         ]
         assert found.tolist() == pytest.approx(wanted)
         tokens = zip(theta, prox, behave, A, torch.ones(4))
-        losses = [ppo_actor_loss_fn(*token)[0].item() for token in tokens]
-        assert losses == pytest.approx(ours)
+        assert [ppo_actor_loss_fn(*token)[0].item() for token in tokens] == pytest.approx(ours)
 
 
 def test_the_loop(

@@ -40,8 +40,7 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
     start: Start, tiny_tokenizer: Any
 ) -> None:
     """The model may sample tokens that differ from the tokenizer's encoding of the same text."""
-    prompts = PromptBuilder(tiny_tokenizer)
-    harness = start()
+    prompts, harness = PromptBuilder(tiny_tokenizer), start()
     session = await harness.start()
     odd = [*tiny_tokenizer.encode("a"), tiny_tokenizer.pad_token_id, *tiny_tokenizer.encode("b")]
 

@@ -351,7 +351,7 @@ class FSDPPPOActor(FSDPEngine):
         tokens["theta_logp"] = theta_logp = logp.detach()  # (N,)
         prox_logp, old_logp = (tokens[key] for key in self.policies())
         # k2, an estimate of KL(pi_behav, pi_theta); the clamp keeps it finite
-        kl = log_ratio(theta_logp, old_logp).clamp(-1e4, 1e4).square() / 2  # (N,)
+        kl = log_ratio(theta_logp, tokens["logprobs"]).clamp(-1e4, 1e4).square() / 2  # (N,)
         means = {"entropy": entropy, "kl": kl}
         if c.use_decoupled_loss and c.prox_logp_method != "recompute":
             alpha = interpolation(tokens["versions"], self.version, fraction)  # (N,)

@@ -316,8 +316,7 @@ def repeat(tmp_path: Path) -> Iterator[Callable[..., Replay]]:
 def test_groups_start_and_are_consumed_as_recorded(repeat: Any) -> None:
     """A group starts at its recorded version, and belongs to its recorded step. What no step
     consumed is not generated: tasks 1, 3 and 4 here."""
-    starts = [0, 0, 0, 0, 0, 1, 1]
-    steps = [[2, 0], [6, 5]]
+    starts, steps = [0, 0, 0, 0, 0, 1, 1], [[2, 0], [6, 5]]
     facts: list[Fact] = [{"start": i, "version": v} for i, v in enumerate(starts)]
     facts += [{"consume": i, "version": v} for v, tasks in enumerate(steps) for i in tasks]
     found = repeat(*facts, {"pushed": 2}, {"start": 7, "version": 2})

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import mode_agents
 import pytest
 from conftest import ROOT
 
@@ -72,6 +73,8 @@ async def test_a_reward_that_fails_is_an_error_and_not_zero(rewards: ModuleType)
     """The error has the exception's type and text, or names the function."""
     with pytest.raises(RuntimeError, match=r"KeyError: .no answer in the data"):
         await AsyncRewardWrapper(rewards.broken)()
+    with pytest.raises(RuntimeError, match="FileNotFoundError"):  # a call that cannot be read
+        await AsyncRewardWrapper(rewards.equals)(mode_agents.Bomb("/nowhere/x"), "4" * 2**20)
     for function, said in ((rewards.nothing, "None"), (rewards.undefined, "nan")):
         with pytest.raises(ValueError, match=f"a finite number .* is needed, not {said}"):
             await AsyncRewardWrapper(function)()

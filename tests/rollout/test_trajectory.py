@@ -1,5 +1,7 @@
 """Position t of every tensor of a trajectory describes token t, and padding is never trained."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from rollout.trajectory import (
     check_trajectory_format,
     complete,
     concat_padded_tensors,
-    dump_lines,
+    dump,
     generated,
     head_version,
     version_span,
@@ -59,13 +61,13 @@ class Letters:
 def test_the_documents_example_passes_the_check_and_is_completed() -> None:
     """The example of AReaL's page passes, and `complete` adds what it lacks."""
     check_trajectory_format(documented())
-    traj = complete(documented(), task_id=7)
+    traj = complete(documented(), task_id=7, temperature=0.5)
     assert traj.keys() == KEYS.keys()
     for key, (dims, dtype, _) in KEYS.items():
         assert (traj[key].dtype, traj[key].dim()) == (dtype, dims), key
     assert traj["turn_ids"].tolist() == [[-1, -1, 0, 0, 0]]
     assert traj["turn_rewards"].tolist() == [[0, 0, 1, 1, 1]]
-    assert traj["temperatures"].tolist() == [[1] * 5]
+    assert traj["temperatures"].tolist() == [[1, 1, 0.5, 0.5, 0.5]]
     assert traj["task_ids"].tolist() == traj["group_ids"].tolist() == [7]
     assert traj["truncated"].tolist() == [0]
 
@@ -126,13 +128,14 @@ def test_old_tokens_leave_the_loss_and_are_counted() -> None:
     assert without_older(untrained, 6) is not None, "a group that had no trained token has no age"
 
 
-def test_prompt_len_ends_at_the_first_generated_token() -> None:
+def test_prompt_len_ends_at_the_first_generated_token(tmp_path: Path) -> None:
     """The completion contains what stands between the turns."""
     traj = complete(two_turns(), task_id=42)
     line: dict[str, Any] = {"task_id": 42, "sample_idx": 0, "seqlen": 6, "prompt_len": 2}
     line |= {"head_version": 3, "tail_version": 5, "reward": 0.5}
     line |= {"prompt": "10 11", "completion": "12 13 14 15"}
-    assert [*dump_lines(traj, 42, Letters())] == [line]
+    dump(traj, 42, tmp_path, 7, Letters())
+    assert json.loads((tmp_path / "7/42.jsonl").read_text()) == line
 
 
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:

@@ -24,5 +24,4 @@ def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     done = finish([python, unbuffered, "tests/leftovers.py", *words], env=env)
     assert "step 2 " in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
-    left = json.loads(done.stdout.splitlines()[-1])
-    assert left == {"threads": [], "processes": [], "files": []}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"threads": [], "processes": [], "files": []}

@@ -397,8 +397,7 @@ def test_norms_and_biases_do_not_decay(make_actor):
 
 def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
     """Without any reward, the k2 term moves the policy towards the reference."""
-    actor = make_actor(kl_ctl=0.5)
-    batch = make_batch()
+    actor, batch = make_actor(kl_ctl=0.5), make_batch()
     batch["turn_rewards"][:] = 0
     batch = prepare(actor, batch, drift=0.0)
     with pytest.raises(KeyError, match="ref_logp"):
@@ -527,8 +526,7 @@ def test_a_weight_update_writes_a_model_first_and_tells_the_servers_then(make_ac
 
 def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
     """It has the actor's first weights, and destroying it leaves the actor's ranks alone."""
-    actor = make_actor()
-    ref = FSDPEngine(make_config(), tiny_model_dir)
+    actor, ref = make_actor(), FSDPEngine(make_config(), tiny_model_dir)
     ref.create_process_group()
     ref.initialize()
     batch = prepare(actor, make_batch())

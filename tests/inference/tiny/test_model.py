@@ -129,8 +129,7 @@ def test_a_shared_prefix_changes_no_logits(path: Path) -> None:
     """In bfloat16 a step reads the first row's keys for all; in float32 bits count, and it does
     not."""
     rows = [[*[7 * j % 90 for j in range(100)], *prompt] for prompt in PROMPTS]
-    cached = [len(row) - 1 for row in rows]
-    last = [row[-1:] for row in rows]
+    cached, last = [len(row) - 1 for row in rows], [row[-1:] for row in rows]
     for dtype, exact in (("float32", True), ("bfloat16", False)):
         model = Model(str(path), 4, dtype=dtype)
         model.resize(128)
