@@ -36,6 +36,8 @@ def rloo(
 ) -> Tensor:
     """RLOO (2402.14740): the baseline is the mean return of the cell's other turns."""
     A = base(batch, mean_level=mean_level, per_turn=per_turn, **keys)
+    if mean_level == "none":
+        return A
     rows, turn_ids, turn_of = number_turns(batch)
     cell = find_cells(mean_level, batch["group_ids"][rows].long(), turn_ids * per_turn)
     n = torch.bincount(cell)[cell]  # (N,)

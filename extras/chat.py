@@ -70,7 +70,8 @@ def main(words: list[str]) -> int:
         print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
         return 2
     print(f"the model of {model.name}; an empty line begins a new conversation, Ctrl-D ends")
-    path, kwargs = config.workflow or f"{config.task}.WORKFLOW", vars(config.workflow_kwargs)
+    path = config.workflow or f"{config.task}.WORKFLOW"
+    kwargs = json.loads(json.dumps(config.workflow_kwargs, default=vars))
     agent = find_agent(path)
     if agent:
         command = [sys.executable, "-m", "extras.episode", path, "--model-path", str(model)]

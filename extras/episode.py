@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
             keys |= {} if args.server else {"POCKET_AREAL_SERVER_KEY": key}
             workflow.proxy_addr = start(stack, Child("proxy", words, variables=keys))
             interactions = asyncio.run(workflow.arun_episode(None, sample))
-        except Exception as error:  # whatever an agent raises
+        except (Exception, SystemExit) as error:  # whatever an agent raises
             print(f"error: {describe(error)}", file=sys.stderr)
             return code
     if interactions is None:

@@ -226,7 +226,7 @@ class EvaluatorConfig(Keys):
     interval: CountOrZero = 0
     """steps between two evaluations; 0: never"""
     base_url: str | None = None
-    """with mode=eval: evaluate this OpenAI endpoint instead"""
+    """with mode=eval: evaluate this OpenAI endpoint, with n_samples and the agent's own sampling"""
 
 
 class SaverConfig(Keys):
