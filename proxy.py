@@ -43,7 +43,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -55,7 +55,6 @@ from cache import Interaction, InteractionCache, check_style
 from calls.messages import Json, Message, Refusal, check_sampling, get
 from calls.prompts import PromptBuilder, read_text
 from calls.replies import PROTOCOLS, Protocol, error_body
-from calls.sessions import ProxyAddress as ProxyAddress
 from calls.sessions import Session
 from calls.tools import THINK, find_parser, opening, parse, split_calls
 from calls.turn import EventStream, Turn
@@ -65,6 +64,13 @@ from inference.io_struct import CallParameters, EngineError, ModelRequest, Model
 from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
 
 LONG = 2**14  # bytes of a session's bodies; fewer are tokenised in milliseconds
+
+
+class ProxyAddress(NamedTuple):
+    """The address of the run's proxy, and its key."""
+
+    proxy_addr: str
+    admin_key: str
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from cache import Interaction, InteractionCache, check_discount, extend
 from calls.messages import Message, Refusal
@@ -37,13 +37,6 @@ SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"|\bnew conversation topic\b|^(quota|warmup)$",
     re.IGNORECASE | re.DOTALL,
 )
-
-
-class ProxyAddress(NamedTuple):
-    """The address of the run's proxy, and its key."""
-
-    proxy_addr: str
-    admin_key: str
 
 
 @dataclass(eq=False)

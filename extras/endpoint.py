@@ -44,7 +44,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
 
     async def play_all() -> list[float | None]:
         places = asyncio.Semaphore(config.concurrent_groups)
-        samples = inputs.validation * inputs.n_samples
+        samples = inputs.validation * config.evaluation_gconfig.n_samples
         plays = (play(i, sample, places) for i, sample in enumerate(samples))
         return await asyncio.gather(*plays)
 
@@ -59,8 +59,7 @@ def main(config: TrainConfig) -> int:
     data = load_dataset(config.valid_dataset.path, task, "valid")
     agent = load_workflow(config, task, {})
     failures = Failures(config)
-    n = config.evaluation_gconfig.n_samples
-    found = evaluate_endpoint(config, Inputs(task, [], data, None, agent, agent, n))
+    found = evaluate_endpoint(config, Inputs(task, [], data, None, agent, agent))
     failures.on_end(None)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     conclude(config.run_dir, found)

@@ -22,11 +22,7 @@ def make_session() -> aiohttp.ClientSession:
 class PerLoop:
     """An object for each event loop. The first `get` makes it, and the loop's end closes it."""
 
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        close: Callable[[Any], Awaitable[None]] = lambda thing: thing.aclose(),
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], close: Callable[[Any], Awaitable[None]]) -> None:
         self._make, self._close = make, close
         self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[Any, None]] = {}
 

@@ -66,7 +66,7 @@ class WorkflowExecutor:
     gate: StalenessManager
     tokenizer: Any = None
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    eval_gconfig: GenerationHyperparameters | None = None
+    eval_gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     seed: int | None = None
     dump_dir: Path | None = None
 
@@ -141,8 +141,7 @@ class WorkflowExecutor:
         episode. No step trains on these episodes, so the gate does not count them. Agents sample
         with `eval_gconfig`.
         """
-        sampling = (self.eval_gconfig or self.gconfig).model_dump()
-        how = self._resolve(workflow, None, None, 1, sampling)
+        how = self._resolve(workflow, None, None, 1, self.eval_gconfig.model_dump())
         places = asyncio.Semaphore(self.gate.max_concurrent_rollouts * self.gconfig.n_samples)
 
         async def play(task_id: int, sample: Sample) -> Trajectory | None:
@@ -212,8 +211,9 @@ class WorkflowExecutor:
             result = await task.workflow.arun_episode(self.engine, task.data)
             if result is None:
                 return None
-            traj, temperature = workflows.to_tensors(result), self.gconfig.temperature
-            group = trajectory.complete(traj, task.task_id, version, temperature)
+            group = trajectory.complete(
+                workflows.to_tensors(result), task.task_id, version, self.gconfig.temperature
+            )
             versions = trajectory.version_span(group, trajectory.generated(group))
             if not task.is_eval:
                 rewards = group["rewards"].tolist()

@@ -23,7 +23,7 @@ PROCESSES = 4
 @functools.cache
 def pools(size: int) -> PerLoop:
     """Each event loop's pool of `size` processes."""
-    return PerLoop(lambda: WorkerPool(size))
+    return PerLoop(lambda: WorkerPool(size), WorkerPool.aclose)
 
 
 @dataclass(eq=False)

@@ -72,7 +72,6 @@ class Inputs:
     tokenizer: Any
     workflow: Any  # an agent or a workflow that resolve_workflow made
     evaluated: Any  # the same, but sampling as in evaluations
-    n_samples: int = 1  # episodes per validation prompt
 
     def count_successes(self, rewards: list[float]) -> float:
         """How many rewards the task's `success` accepts, by default those above 0."""
@@ -96,8 +95,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
         load_workflow(config, task, {"gconfig": g, "tokenizer": tokenizer}, workflow, kwargs)
         for g in (config.gconfig, config.evaluation_gconfig)
     )
-    n = config.evaluation_gconfig.n_samples
-    return Inputs(task, dataset, validation, tokenizer, used, evaluated, n)
+    return Inputs(task, dataset, validation, tokenizer, used, evaluated)
 
 
 def load_workflow(

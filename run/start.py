@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -219,4 +220,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
         if run.config.mode == "train" and run.config.recover_interval:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
+    # Python waits for its threads, but an agent's may hang.
+    last = threading.Timer(10.0, os._exit, [code if isinstance(code, int) else 1])
+    last.daemon = True
+    last.start()
     return code

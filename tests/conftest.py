@@ -246,7 +246,7 @@ def tiny_server(start_tiny_server: StartServer) -> str:
 @pytest.fixture(scope="module")
 def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
     """The URL and the admin key of a proxy.py process that uses the tiny server."""
-    from calls.sessions import ProxyAddress
+    from proxy import ProxyAddress
 
     command = [sys.executable, "-m", "proxy", "--server", tiny_server, "--exit-with-parent"]
     command += ["--model-path", str(tiny_model_dir), "--admin-key", "secret", "--seed", "1"]

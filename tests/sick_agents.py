@@ -41,8 +41,9 @@ class RaisingAgent(GuessAgent):
 
 
 class ForkingAgent(GuessAgent):
-    """Leaves a process behind, which ends with the run's folder lock in nobody's hand."""
+    """Leaves a process, with the run's folder lock in nobody's hand, and a thread that hangs."""
 
     async def run(self, *args: Any, **extra_kwargs: Any) -> float:
         subprocess.Popen(["sleep", "20"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        threading.Thread(target=threading.Event().wait).start()
         return await super().run(*args, **extra_kwargs)

@@ -38,13 +38,13 @@ from scripted import loader
 
 from cache import Interaction, InteractionCache, InteractionWithTokenLogpReward
 from calls.client import OpenAIProxyClient
-from calls.sessions import ProxyAddress
 from engine import RemoteInfEngine
 from extras.direct import ArealOpenAI
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from inference.servers import Servers
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
+from proxy import ProxyAddress
 from rollout.dispatcher import DispatchState
 from rollout.executor import WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper

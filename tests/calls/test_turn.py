@@ -17,9 +17,9 @@ from conftest import connections
 from harness import HELLO, Connection, Harness, reply_message, sdk, tool
 
 from calls.client import OpenAIProxyClient, sdk_http
-from calls.sessions import ProxyAddress
 from engine import EngineError, RemoteInfEngine
 from inference.servers import Servers
+from proxy import ProxyAddress
 from workflow import AgentsClient
 
 pytestmark = pytest.mark.anyio
@@ -204,8 +204,7 @@ async def test_a_hang_up_frees_the_server(start: Start, real_engine: RemoteInfEn
     real = start(engine=real_engine)
     session = await real.start()
     body = {**CHAT, "max_tokens": 1500, "seed": 3}  # 446 tokens
-    call = Connection(real, f"/{session}/{PATH}", body)
-    servers = real_engine.servers
+    call, servers = Connection(real, f"/{session}/{PATH}", body), real_engine.servers
     while (await asyncio.to_thread(servers.post_all, "/model_info"))[0]["running"] != 1:
         assert not call.task.done(), "the call ended before its client could hang up"
     await call.hang_up()

@@ -21,8 +21,8 @@ from conftest import ROOT
 from openai import AsyncOpenAI, DefaultAioHttpClient
 from runs import assert_gone
 
-from calls.sessions import ProxyAddress
 from engine import RemoteInfEngine
+from proxy import ProxyAddress
 from rollout.executor import WorkflowExecutor
 from rollout.workers import WorkerPool, within
 from run.config import OpenAIConfig, RolloutConfig
