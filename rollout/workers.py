@@ -135,7 +135,8 @@ def serve(trainer: int) -> None:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=follow_trainer, daemon=True).start()
+    # No daemon: even if the loop below ends first, this thread kills what agents have left.
+    threading.Thread(target=follow_trainer).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():
             out.write(outcome_of(stream.read(int(size))) + b"\n")

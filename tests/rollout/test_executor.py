@@ -254,8 +254,7 @@ def test_every_group_is_dumped(make: Make, tiny_tokenizer: Any, tmp_path: Path) 
     engine = ScriptedEngine(tiny_tokenizer, answer)
     executor = make(engine, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
     engine.set_version(5)
-    sample = {"messages": [{"role": "user", "content": "2+2?"}]}
-    kwargs = {"reward_fn": pays}
+    sample, kwargs = {"messages": [{"role": "user", "content": "2+2?"}]}, {"reward_fn": pays}
     executor.wait_for_task(executor.submit(sample, RLVRWorkflow, kwargs, group_size=2), timeout=30)
     executor.wait_for_task(executor.submit(sample, RLVRWorkflow, kwargs, is_eval=True), timeout=30)
     quiet = make(engine, {"dump_to_file": False}, tokenizer=tiny_tokenizer, dump_dir=tmp_path)

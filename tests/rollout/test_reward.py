@@ -18,7 +18,7 @@ from rollout.reward import AsyncRewardWrapper
 
 pytestmark = pytest.mark.anyio
 REWARDS = '''
-import os, sys
+import os, subprocess, sys
 def equals(prompt, completion, prompt_ids, completion_ids, answer, **data):
     return completion == answer
 def nothing(*args):
@@ -34,13 +34,15 @@ def columns(*args, function, self):
     return function + self
 def torch_is_there(*args):
     return "torch" in sys.modules
-def compute(fifo):
-    """Holds the fifo open, and computes for ever."""
+def compute(fifo, busy):
+    """Starts a process that holds the fifo open, and may compute for ever."""
     with open(fifo, "w") as file:
         file.write("alive")
         file.flush()
-        while True:
+        subprocess.Popen(["sleep", "3600"], stdout=file)
+        while busy == "yes":
             pass
+        return 1
 '''
 
 
@@ -129,16 +131,20 @@ async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
 TRAINER = """
 import asyncio, sys, some_rewards
 from rollout import reward
+async def main():
+    await reward.AsyncRewardWrapper(some_rewards.compute, 600)(*sys.argv[1:])
+    await asyncio.sleep(600)
 if __name__ == "__main__":
-    asyncio.run(reward.AsyncRewardWrapper(some_rewards.compute, 600)(sys.argv[1]))
+    asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("busy", ["yes", "no"])
 def test_a_worker_does_not_outlive_a_killed_trainer(
-    rewards: ModuleType, tmp_path: Path, fifo: str
+    rewards: ModuleType, tmp_path: Path, fifo: str, busy: str
 ) -> None:
-    """kill -9 of the trainer ends it, even while it computes."""
-    words, env = command(rewards, tmp_path / "trainer.py", TRAINER, fifo)
+    """kill -9 of the trainer ends it, even while it computes, and what it has started."""
+    words, env = command(rewards, tmp_path / "trainer.py", TRAINER, fifo, busy)
     with subprocess.Popen(words, env=env, stderr=subprocess.DEVNULL) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"
         trainer.kill()

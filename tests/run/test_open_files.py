@@ -36,8 +36,7 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
     """All of them wait in the proxy and in the paused server, and each gets its answer."""
     server, proxy = addresses
     raise_open_files()
-    admin = {"authorization": "Bearer secret"}
-    sessions = []
+    admin, sessions = {"authorization": "Bearer secret"}, []
     for number in range(SESSIONS):
         httpx.post(proxy + "/grant_capacity", headers=admin).raise_for_status()
         body = {"task_id": str(number)}

@@ -227,8 +227,7 @@ def test_spl() -> None:
 def test_drunkard_comes_home_sometimes() -> None:
     """The drunk, whom the maze's base model imitates, never goes through a wall. About a quarter of
     the drunk's walks end at home."""
-    rng = random.Random(0)
-    rewards = []
+    rng, rewards = random.Random(0), []
     for sample in 3 * maze.dataset():
         start, home = sample["start"], sample["home"]
         answer = " ".join(map(maze.name, maze.stagger(rng, start, home)))

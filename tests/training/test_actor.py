@@ -207,8 +207,7 @@ def test_a_checkpointed_layer_runs_again_and_drops_nothing_out(make_actor, tmp_p
 def test_a_loss_that_is_not_a_number_stops_before_the_weights(make_actor):
     """A NaN at a trained token names the step, and leaves the weights alone."""
     actor = make_actor()
-    batch = prepare(actor, make_batch())
-    before = parameters(actor)
+    batch, before = prepare(actor, make_batch()), parameters(actor)
     batch["logprobs"][0, 4] = NAN
     with pytest.raises(FloatingPointError, match="training step 1 is not finite"):
         actor.ppo_update(batch)
@@ -412,8 +411,7 @@ def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
 def test_steps_raise_what_the_objective_asks_for(make_actor, name):
     """Entropy grows with entropy_coeff where nothing is rewarded. Where tokens are, they get
     likelier than the others."""
-    actor = make_actor(entropy_coeff=float(name == "entropy"))
-    found = []
+    actor, found = make_actor(entropy_coeff=float(name == "entropy")), []
     for _ in range(4):
         batch = make_batch()
         batch["turn_rewards"] *= name == "rewarded"

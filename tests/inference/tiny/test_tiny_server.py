@@ -450,8 +450,7 @@ def test_bad_weights_change_nothing(tiny_server: str, tiny_model_dir: Path, tmp_
 def test_ctrl_c_ends_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
     """A running request does not delay the end, and no traceback is printed."""
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
-    long = {"max_new_tokens": 2000, "ignore_eos": True}
-    log = tmp_path / "server.log"
+    long, log = {"max_new_tokens": 2000, "ignore_eos": True}, tmp_path / "server.log"
     with ThreadPoolExecutor() as pool, server_process(*command, log=log) as (url, process):
         pool.submit(post, url, "/generate", {"input_ids": [1], "sampling_params": long})
         while httpx.get(url + "/server_info").json()["running"] != 1:
