@@ -28,6 +28,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
     if isinstance(agent, RolloutWorkflow):
         raise ConfigError("evaluator.base_url is for agents, and this is a RolloutWorkflow")
     key = os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
+    os.environ["OPENAI_BASE_URL"] = str(url)  # for clients that an agent makes without arguments
     limit = config.rollout.openai.episode_timeout_seconds
 
     async def play(i: int, sample: dict[str, Any], places: asyncio.Semaphore) -> float | None:
