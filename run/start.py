@@ -16,7 +16,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -221,7 +220,6 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
     # Python waits for its threads, but an agent's may hang.
-    last = threading.Timer(10.0, os._exit, [code if isinstance(code, int) else 1])
-    last.daemon = True
-    last.start()
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(code if isinstance(code, int) else 1))
+    signal.alarm(10)
     return code
