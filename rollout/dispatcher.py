@@ -124,10 +124,9 @@ class DispatchState:
         stat = self.manager.get_stats()
         most = self.max_failures or max(8, 2 * self.manager.consumer_batch_size)
         if len(self.errors) >= most:
-            first = self.errors[0]
             raise RolloutsFail(
-                f"{most} tasks failed one after another, the first by {first!r}"
-            ) from first
+                f"{most} tasks failed one after another, the first by {self.errors[0]!r}"
+            ) from self.errors[0]
         if stat.rejected >= most and not stat.accepted + stat.dropped + stat.withdrawn:
             raise RolloutsFail(
                 f"{stat.rejected} groups were rejected and none was accepted: look at "
@@ -183,7 +182,8 @@ class BatchTaskDispatcher:
         self.stopped: Future = Future()  # its exception ends every call
         self._news = asyncio.Event()  # set for a moment when a task has ended
         self._running: set[asyncio.Task] = set()  # the loop itself keeps no task alive
-        self._loop, self._end = uvloop.new_event_loop(), asyncio.Event()
+        self._loop = uvloop.new_event_loop()
+        self.call_soon = self._loop.call_soon_threadsafe
         self.thread = threading.Thread(target=self._main, name="rollout", daemon=True)
         self.thread.start()
 
@@ -268,10 +268,6 @@ class BatchTaskDispatcher:
 
     # ---- for any thread
 
-    def call_soon(self, function: Callable[[], Any]) -> None:
-        """Call a function in the loop, and do not wait for it."""
-        self._loop.call_soon_threadsafe(function)
-
     def fail(self, error: BaseException) -> None:
         """Stop the run: from now on, every call raises `error`. Later errors are ignored."""
         if not self.stopped.done():
@@ -281,17 +277,24 @@ class BatchTaskDispatcher:
         """Cancel the episodes, let them clean up, and end the thread."""
         self.fail(RuntimeError("the rollout is destroyed"))
         if self.thread.is_alive():
-            self.call_soon(self._end.set)
+            self.call_soon(self._finish)
             self.thread.join(timeout=10)
 
     # ---- in the loop
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            while not self._end.is_set():
+            while True:
                 with suppress(SystemExit):  # of a task that an agent has made
-                    runner.run(self._end.wait())
-            # Now the runner cancels the episodes and awaits them.
+                    runner.get_loop().run_forever()
+                    break  # `_finish` has stopped it
+
+    def _finish(self) -> None:
+        tasks = asyncio.all_tasks()
+        for task in tasks:
+            task.cancel()
+        cleaned_up = asyncio.gather(*tasks, return_exceptions=True)
+        cleaned_up.add_done_callback(lambda _: self._loop.stop())
 
     def _produce(self) -> None:
         for task in self.state.start():
@@ -300,7 +303,7 @@ class BatchTaskDispatcher:
             running.add_done_callback(self._running.discard)
 
     async def _run(self, task: Any) -> None:
-        data, error = None, None
+        data = error = None
         try:
             data = await self.task_factory(task)
         except BaseException as raised:  # also the SystemExit of an agent

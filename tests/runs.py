@@ -14,10 +14,9 @@ import pytest
 from conftest import ROOT
 
 SMALL_GUESS = ["--config", "demo", "gconfig.n_samples=4", "callbacks=[]"]
-MAZE_BATCH = 8  # prompt groups per step in configs/maze.yaml
 STRADDLING_MAZE = [  # the maze with a workflow whose completions every weight update interrupts
     *("--config", "maze", "workflow=walkers.WalkUntilUpdated", "callbacks=[]"),
-    *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
+    *("workflow_kwargs.batch_size=8", "workflow_kwargs.reward_fn=tasks.maze.reward"),
 ]
 WITH_TEST_MODULES = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # finds walkers.py
 

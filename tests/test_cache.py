@@ -108,7 +108,6 @@ calls = st.lists(
     ),
     max_size=12,
 )
-GAMMAS = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
 
 def play(calls: list[Call]) -> Session:
@@ -160,7 +159,7 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
         assert cache[name].turn in ({max(turns)} if best else {0, max(turns, default=0)})
 
 
-@given(calls, GAMMAS, st.booleans())
+@given(calls, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.booleans())
 def test_discounting_is_its_recursive_definition(
     session: list[Call], gamma: float, links: bool
 ) -> None:

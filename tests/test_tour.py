@@ -8,8 +8,6 @@ import sys
 import pytest
 from conftest import ROOT
 
-PAGE = ROOT / "docs" / "lifecycle.md"
-
 
 @pytest.fixture(scope="module")
 def tour() -> str:
@@ -29,7 +27,7 @@ def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
     """A new run of the tour prints the page docs/lifecycle.md; another processor rounds otherwise,
     so measured numbers are near those of the page. If the tour makes a different base model on this
     machine, nothing in the blocks has to agree."""
-    page = PAGE.read_text()
+    page = (ROOT / "docs/lifecycle.md").read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:
         number = re.compile(r"-?\d+\.\d+")

@@ -40,7 +40,6 @@ from inference.io_struct import EngineError, ModelRequest, ModelResponse
 from .loop import StillLoop
 from .search import Broken, Event, PathMachine, State
 
-ADMIN = {"authorization": "Bearer admin"}
 DISCOUNT = 0.5
 
 
@@ -202,7 +201,7 @@ class World:
 
         scope: Any = {"type": "http", "method": "POST", "path": "/", "query_string": b""}
         scope |= {"path_params": path}
-        headers = [(key.encode(), value.encode()) for key, value in ADMIN.items()]
+        headers = [(b"authorization", b"Bearer admin")]
         return Request(scope | {"headers": headers}, receive)
 
     async def converse(self, client: Client, request: Request) -> None:

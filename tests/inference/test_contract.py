@@ -36,7 +36,6 @@ from inference.weights import WeightUpdateMeta
 
 URL = os.environ.get("POCKET_AREAL_CONTRACT_URL", "")
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
-SLOTS = 16  # requests that a server runs at once
 LONG = 1000  # tokens of a request that is still running when a test interrupts it
 
 
@@ -128,7 +127,7 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     with ExitStack() as stack:
-        slots = ("--max-running-requests", str(SLOTS))
+        slots = ("--max-running-requests", "16")
         if request.param == "url":
             server = Server(URL, os.environ["POCKET_AREAL_CONTRACT_MODEL"], "url")
         else:

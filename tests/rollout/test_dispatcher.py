@@ -6,6 +6,7 @@ deadline of 10 s is for tests that hang.
 
 import asyncio
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -321,9 +322,17 @@ def test_whatever_an_episode_raises_is_its_own_failure(make_stage, error):
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
-    """Running episodes clean up, nothing starts in their place, and the thread ends."""
-    before = set(threading.enumerate())
+    """Running episodes clean up, nothing starts in their place, and the thread ends. So it does if
+    tasks that an agent has made exit."""
+
+    async def exits(seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            sys.exit()
+
     stage = Stage(eta=5, concurrent=2)
+    exiting = [stage.dispatcher.change(asyncio.ensure_future, exits(s)) for s in [0] + [60] * 8]
     stage.submit(0, 1, 2)
     stage.started(2)
     waiting = background(stage.take, 1, None)
@@ -332,7 +341,8 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
     with pytest.raises(RuntimeError, match=r"^the rollout is destroyed$"):
         waiting.result(DEADLINE)
     assert sorted(stage.cleaned_up) == [0, 1]
-    assert [t for t in set(threading.enumerate()) - before if t.name == "rollout"] == []
+    assert not stage.dispatcher.thread.is_alive()
     assert stage.manager.get_stats() == RolloutStat(enqueued=1, running=2), "a stop fails nothing"
+    assert all(isinstance(task.exception(), SystemExit) for task in exiting)
     with pytest.raises(RuntimeError, match="destroyed"):
         stage.submit(3)

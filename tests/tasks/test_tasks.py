@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from calls.client import sdk_http
 from tasks import base_model, calculator, guess, maze
 
-TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
@@ -51,7 +49,7 @@ async def play(agent: Any, data: dict, harness: Any) -> tuple[float, list[list[d
     return reward, [call.messages for call in harness.proxy.find(session).cache.values()]
 
 
-@TASKS
+@pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 def test_base_model_is_deterministic_and_an_ordinary_one(models: dict, task) -> None:
     """The same seed gives the same base model, and different seeds give different base models.
     Making a model does not change the state of the caller's random generator. The Auto classes of
