@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,9 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
         if path is None:
             samples = task.dataset(split)
         elif path.endswith(".jsonl"):
-            lines = Path(path).read_text(encoding="utf-8").split("\n")
-            samples = [json.loads(line) for line in lines if line.strip()]
+            # One JSON list, so that an error names its line.
+            lines = Path(path).read_text(encoding="utf-8").strip()
+            samples = json.loads(re.sub(r"(\n\s*)", r",\1", f"[{lines}]"))
         else:
             samples = import_name(path)()
         prepared = list(map(getattr(task, "prepare", dict), samples))

@@ -93,8 +93,10 @@ class Log:
         run.history.append(metrics)
         if run.prints_steps:
             print(
-                "step {step} of {last}  reward {reward:.3f}  success {success:.3f}  lag"
-                " {staleness_mean:.2f}  max {staleness_max:.0f}  {step_s:.1f} s  waiting"
-                " {rollout_wait_s:.1f} s".format(last=run.last_step, **metrics),
+                "step {step}/{last}  reward {reward:.2f}  success {success:.2f}"
+                "  lag {staleness_mean:.2f}  max {staleness_max:.0f}"
+                "  {step_s:.1f} s  waiting {rollout_wait_s:.1f} s".format(
+                    last=run.last_step, **metrics
+                ),
                 flush=True,
             )

@@ -52,7 +52,7 @@ def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None
     [
         ("", [], "the dataset is empty"),
         ("", ["train_dataset.path=test_inputs.quits"], "SystemExit: no data today"),
-        ("{", [], "mine.jsonl: JSONDecodeError"),
+        ('{"a": 1}\n\n {b\n', [], "double quotes: line 3 column 3"),
         ("\udcff", [], "mine.jsonl: UnicodeDecodeError"),
         ("{}", ["task=tasks.gsm8k"], "mine.jsonl: KeyError: 'question'"),
         ("{}", ["workflow=null"], "no workflow: set workflow=module.Class"),
