@@ -116,6 +116,8 @@ def environment(gpus: list[str]) -> dict[str, str]:
             "HF_HUB_OFFLINE": "1",
             "POCKET_AREAL_PARENT": str(os.getpid()),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            # SGLang runs the ninja that pip installs beside python.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
     )
@@ -186,8 +188,6 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 SGLANG_VARIABLES = {
     # Compute log-probabilities for 256 tokens at a time, so their logits stay below half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
-    "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "256",
-    "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # a GPU shared with a rank has less free memory
 }
 

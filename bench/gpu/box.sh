@@ -64,7 +64,7 @@ sglang() { # on the same GPU as the trainer; .sgl (prepare_sglang.sh) or an inst
     mkdir -p /tmp/sgl; cat .sgl/site.tar.xz.* | "$PY" -c \
       "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('/tmp/sgl', filter='fully_trusted')" || return
     if [ -d .sgl/tvm-ffi ]; then cp -r .sgl/tvm-ffi /tmp/sgl/; fi; fi
-  export POCKET_AREAL_SGLANG="env PYTHONPATH=/tmp/sgl:$SITE SGLANG_IS_FLASHINFER_AVAILABLE=false TVM_FFI_CACHE_DIR=/tmp/sgl/tvm-ffi $PY -m sglang.launch_server"
+  export POCKET_AREAL_SGLANG="env PATH=/tmp/sgl/ninja-1.13.2.data/scripts:$PATH PYTHONPATH=/tmp/sgl:$SITE SGLANG_IS_FLASHINFER_AVAILABLE=false TVM_FFI_CACHE_DIR=/tmp/sgl/tvm-ffi $PY -m sglang.launch_server"
   gsm8k sglang 190 server.backend=sglang server.max_total_tokens=131072 \
     'server.args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none,--disable-prefill-cuda-graph,--cuda-graph-max-bs-decode,128]'
   tail -n 5 "$WORK"/runs/gsm8k/sglang/logs/server-0.log; }

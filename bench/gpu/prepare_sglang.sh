@@ -8,7 +8,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 grep -qxF '/.sgl/' .git/info/exclude 2>/dev/null || echo '/.sgl/' >>"$(git rev-parse --git-path info/exclude)"
 work=${WHEELS:-/tmp/sgl_wheels}; mkdir -p "$work" .sgl
-names="sglang==0.5.17 sglang-kernel==0.4.5 apache-tvm-ffi==0.1.11
+names="sglang==0.5.17 sglang-kernel==0.4.5 apache-tvm-ffi==0.1.11 ninja==1.13.2
  torch_memory_saver==0.0.10 openai==2.8.0 jiter==0.19.0 compressed-tensors==0.18.0 dill==0.4.1 distro==1.9.0 gguf==0.19.0
  jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing==0.37.0 rpds-py==2026.9.1 loguru==0.7.3 msgspec==0.22.0
  partial-json-parser==0.2.1.1.post7 pybase64==1.5.1 cffi==2.1.1 pycparser==3.12 python-multipart==0.0.34 pyzmq==27.3.0

@@ -36,7 +36,8 @@ def child_of(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(child_of: Start, monkeypatch) -> None:
-    """A server of several processes would wait for torchrun's store."""
+    """A server of several processes would wait for torchrun's store. To compile kernels, SGLang
+    runs the ninja that pip has put beside python."""
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     words = ["-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
     shown = subprocess.run([sys.executable, *words, show], capture_output=True, text=True)
@@ -51,6 +52,7 @@ def test_a_child_does_not_inherit_torchruns_variables(child_of: Start, monkeypat
     torchruns = re.compile("RANK|WORLD_SIZE|ROLE|MASTER|TORCHELASTIC")
     assert {name for name in added if torchruns.search(name)} & seen.keys() == set()
     assert (seen["LOCAL_SCRATCH"], seen["LOCAL_CHECK"]) == ("/scratch", "0")
+    assert seen["PATH"].startswith(os.path.dirname(sys.executable))
 
 
 def test_a_child_reaches_this_machine_without_the_http_proxy(child_of: Start, monkeypatch) -> None:
