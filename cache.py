@@ -6,7 +6,7 @@ The agent sends the whole conversation with every call, so later calls begin wit
     system - user - [A] assistant -+- user  - [B] assistant
                                    +- user' - [C] assistant
 
-**The tree is a dict**, `_finished`. A finished interaction is stored under the digest of its
+**The tree is a dict**, `_conversations`. A finished interaction is stored under the digest of its
 conversation: its messages and its output. A new call looks up the digest of every prefix of its
 messages. The longest prefix found is the parent's conversation: A is the parent of B and C.
 Messages are compared in `canonical` form (calls/messages.py), because clients rewrite JSON.
@@ -178,7 +178,7 @@ class InteractionCache(dict[str, Interaction]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
+        self._conversations: dict[int, Interaction] = {}  # digest of the conversation -> the newest
         self._discounted = False
 
     def enter(self, call: Interaction) -> Interaction:
@@ -187,7 +187,8 @@ class InteractionCache(dict[str, Interaction]):
         if call.parent:
             shared = call.parent.conversation  # store every message once
             call.messages[: len(shared)] = shared
-            call.turn, call.reads = call.parent.turn + 1, [call.parent]
+            call.turn = call.parent.turn + 1
+            call.reads = [call.parent]
         self[call.interaction_id] = call
         return call
 
@@ -195,20 +196,21 @@ class InteractionCache(dict[str, Interaction]):
         """Return the finished interaction whose conversation is the longest prefix of `messages`,
         and the digest of `messages`."""
         parent, digest, start = None, 0, 0
-        if self._finished:  # usually, a call continues the latest conversation
-            whole, latest = next(reversed(self._finished.items()))
-            said = latest.conversation
-            if messages[: len(said)] == said:
-                parent, digest, start = latest, whole, len(said)
+        if self._conversations:  # usually, a call continues the latest conversation
+            whole, latest = next(reversed(self._conversations.items()))
+            conversation = latest.conversation
+            if messages[: len(conversation)] == conversation:
+                parent, digest, start = latest, whole, len(conversation)
         for message in messages[start:]:
             digest = extend(digest, message)
-            parent = self._finished.get(digest, parent)
+            parent = self._conversations.get(digest, parent)
         return parent, digest
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
         """Store a call's tokens and output. Now it can be continued, rewarded and exported."""
-        call.model_response, call.output_message_list = response, [output]
-        self._finished[extend(call.digest, output)] = call
+        call.model_response = response
+        call.output_message_list = [output]
+        self._conversations[extend(call.digest, output)] = call
 
     def discard(self, call: Interaction) -> None:
         """Remove a call that failed. A finished one stays."""
@@ -324,16 +326,16 @@ def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
         "side_conversations": int(leaf.is_left_out),
     }
     for turn, trained in turns:
-        said, n = turn.tokens, turn.tokens.output_len
-        is_trained = trained and said.trains_exactly and not turn.is_left_out
+        response, n = turn.tokens, turn.tokens.output_len
+        is_trained = trained and response.trains_exactly and not turn.is_left_out
         sampled = {
             "loss_mask": [int(is_trained)] * n,
-            "logprobs": said.output_logprobs,
-            "versions": said.output_versions,
+            "logprobs": response.output_logprobs,
+            "versions": response.output_versions,
             "turn_ids": [turn.turn] * n,
             "turn_rewards": [turn.reward or 0.0] * n,
-            "temperatures": [said.temperature] * n,
+            "temperatures": [response.temperature] * n,
         }
         for key, values in sampled.items():
-            row[key][said.input_len : said.input_len + n] = values
+            row[key][response.input_len : response.input_len + n] = values
     return row

@@ -113,15 +113,14 @@ class RemoteInfEngine:
         )
         while True:
             # 2. Ask for a segment.
-            before, failure = response.output_len, None
+            before = response.output_len
             try:
                 limit = await self._hooks.before_segment(req, response)
                 response.extend(await self._ask_a_server(req, response, limit))
             except BaseException as error:
-                failure = error
+                self._hooks.after_segment(req, response, error)
                 raise
-            finally:
-                self._hooks.after_segment(req, response, failure)
+            self._hooks.after_segment(req, response, None)
 
             # 3. Done, unless an update interrupted the segment.
             if response.stop_reason != "abort" or response.output_len >= g.max_new_tokens:
@@ -152,7 +151,8 @@ class RemoteInfEngine:
         self, server: str, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
         """Send one POST /generate, and check the answer."""
-        ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
+        ids = response.input_tokens + response.output_tokens
+        room = limit - response.output_len
         # A server accepts each id once. The episode ("7-3" of "7-3.1") comes before the "/",
         # because the small server lets episodes take turns.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
@@ -174,11 +174,11 @@ class RemoteInfEngine:
 
     def _budget(self, req: ModelRequest) -> int:
         """Return how many tokens `req` may generate. Raises EngineError (400) if none."""
-        n, most, limit = len(req.input_ids), req.gconfig.max_new_tokens, self.context_length
+        n, limit = len(req.input_ids), self.context_length
         if n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"
             raise EngineError(message, 400, "context_length_exceeded")
-        return min(most, limit - n)
+        return min(req.gconfig.max_new_tokens, limit - n)
 
     # ---- control, in the trainer's thread
 
@@ -214,12 +214,10 @@ class RemoteInfEngine:
         weights.send(meta, self.servers.post_all, buckets)
 
     def set_version(self, version: int) -> None:
-        """Tell the proxy that all servers have `version`, and let the gate admit more tasks."""
+        """Record that all servers have `version`, and tell the proxy. The gate admits more now."""
         self._version = self.servers.newest = self.servers.trainer_version = version
         if self.proxy is not None:
             Servers(*self.proxy).post_all("/set_version", {"version": version})
-        if self.dispatcher is not None:
-            self.dispatcher.on_new_version()
 
     def get_version(self) -> int:
         """The newest version that all servers have."""

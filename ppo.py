@@ -139,7 +139,10 @@ def compute_advantages(
     R = rewards.new_zeros(len(rows)).scatter(0, turn_of, rewards * reward_scaling)  # (N,)
 
     # A = (R - mean) / std
-    A, groups, turn_ids = R, batch["group_ids"][rows].long(), turn_ids * per_turn
+    A = R
+    groups = batch["group_ids"][rows].long()
+    if not per_turn:  # compare turns whatever their number
+        turn_ids = turn_ids.new_zeros(len(turn_ids))
     if mean_level != "none":
         A = R - cell_mean(R, find_cells(mean_level, groups, turn_ids))
     if std_level != "none":

@@ -56,7 +56,7 @@ from calls.messages import Json, Message, Refusal, check_sampling, get
 from calls.prompts import PromptBuilder, read_text
 from calls.replies import PROTOCOLS, Protocol, error_body
 from calls.sessions import Session
-from calls.tools import THINK, find_parser, opening, parse, split_calls
+from calls.tools import THINK, find_parser, opening, read_answer, split_calls
 from calls.turn import EventStream, Turn
 from engine import RemoteInfEngine
 from inference.fields import make_named
@@ -156,20 +156,24 @@ class Proxy:
         ask = turn.ask
         tools = [] if ask.tool_choice == "none" else ask.tools
         # A thread tokenises what may be long, so that no other session waits.
-        make, call = self.prompts.prompt, turn.interaction
-        prompt = await asyncio.to_thread(make, call) if turn.session.size > LONG else make(call)
+        if turn.session.size > LONG:
+            prompt = await asyncio.to_thread(self.prompts.prompt, turn.interaction)
+        else:
+            prompt = self.prompts.prompt(turn.interaction)
         # The prompt may end with the answer's beginning: a <think>, or part of a forced call.
         begun = THINK if self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THINK) else ""
         if forced := opening(ask.tool_choice, tools, begun, self.parser):
-            prompt, begun = prompt + self.prompts.encode(forced), begun + forced
-        turn.form.input_len = len(prompt)
+            prompt += self.prompts.encode(forced)
+            begun += forced
+        turn.writer.input_len = len(prompt)
         request = self.model_request(turn, prompt)
         response = await self.engine.agenerate(request)
         # Another parser's call marks may be special tokens, so keep these.
-        tokens, keep_special = response.output_tokens, self.parser is not split_calls
+        tokens = response.output_tokens
+        keep_special = self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, keep_special)
         ended = response.stop_reason == "stop"
-        message = parse(text, tools, turn.form.suffix, self.parser, ended)
+        message = read_answer(text, tools, turn.writer.suffix, self.parser, ended)
         if "tool_calls" in message and not ask.parallel_tool_calls:
             del message["tool_calls"][1:]
         if "tool_calls" in message and ended:
@@ -177,14 +181,14 @@ class Proxy:
         return message, response
 
     def model_request(self, turn: Turn, ids: list[int]) -> ModelRequest:
-        session, number = turn.session, turn.number
+        session = turn.session
         chosen = self.sampling | session.sampling | turn.ask.sampling
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
         # If an agent always sends seed 42, the members of its group must still differ.
         if (seed := chosen.get("seed", self.seed)) is not None:
-            chosen["seed"] = call_seed(seed, session.task_id, number)
-        gconfig, call = CallParameters(**chosen), f"{session.task_id}.{number}"
-        return ModelRequest(ids, gconfig=gconfig, call=call)
+            chosen["seed"] = call_seed(seed, session.task_id, turn.number)
+        gconfig = CallParameters(**chosen)
+        return ModelRequest(ids, gconfig=gconfig, call=f"{session.task_id}.{turn.number}")
 
     async def models(self, request: Request) -> Response:
         model = {"id": "default", "object": "model", "created": 0, "owned_by": "pocket-areal"}
@@ -227,19 +231,20 @@ class Proxy:
 
     # ---- who may call these methods
 
-    async def for_admin(self, method: Callable[[Json], Json], request: Request) -> Response:
+    async def for_admin(
+        self, method: Callable[[Json], Any], request: Request, write: Any = reply
+    ) -> Response:
         check_key(request, self.admin_key)
-        return reply(method(read_object(await request.body())))
-
-    async def export(self, request: Request) -> Response:
-        check_key(request, self.admin_key)
-        rows = self.export_trajectories(read_object(await request.body()))
-        return StreamingResponse(write_rows(rows), media_type="application/json")
+        return write(method(read_object(await request.body())))
 
     async def for_agent(
         self, method: Callable[[Session, Json], Json], request: Request
     ) -> Response:
         return reply(method(self.session_of(request), read_object(await request.body())))
+
+
+def stream_rows(rows: dict[str, Interaction]) -> Response:
+    return StreamingResponse(write_rows(rows), media_type="application/json")
 
 
 async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:
@@ -270,7 +275,9 @@ def create_app(proxy: Proxy) -> FastAPI:
         "rl/start_session": partial(proxy.for_admin, proxy.start_session),
         "grant_capacity": partial(proxy.for_admin, proxy.grant_capacity),
         "set_version": partial(proxy.for_admin, proxy.set_version),
-        "export_trajectories": proxy.export,
+        "export_trajectories": partial(
+            proxy.for_admin, proxy.export_trajectories, write=stream_rows
+        ),
     }
     # "/v1" comes before "/{session_id}", so that it is never taken for an id.
     for start in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
@@ -284,18 +291,18 @@ def create_app(proxy: Proxy) -> FastAPI:
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal comes. If the proxy cannot start, print one line and return 2."""
     parser = argparse.ArgumentParser(description="Answer agents, and keep the tokens.")
-    add, env, json = parser.add_argument, os.getenv, orjson.loads
+    add = parser.add_argument
     add("--server", action="append", required=True, help="URL of an inference server; repeatable")
     add("--model-path", required=True, help="folder with the tokenizer")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100)
-    key = env("POCKET_AREAL_ADMIN_KEY")
+    key = os.getenv("POCKET_AREAL_ADMIN_KEY")
     add("--admin-key", default=key, required=not key)
-    add("--server-key", default=env("POCKET_AREAL_SERVER_KEY", ""))
+    add("--server-key", default=os.getenv("POCKET_AREAL_SERVER_KEY", ""))
     add("--seed", type=int, help="makes the sampling of a run repeatable")
-    add("--sampling", type=json, default={}, help='defaults, like {"max_new_tokens": 500}')
+    add("--sampling", type=orjson.loads, default={}, help='defaults, like {"max_new_tokens": 500}')
     add("--tool-call-parser", help="module.function, like extras.parsers.mistral")
-    add("--hooks", type=json, default={}, help="of the engine: {class path: its arguments}")
+    add("--hooks", type=orjson.loads, default={}, help="of the engine: {class path: its arguments}")
     add("--exit-with-parent", action="store_true")
     args = parser.parse_args(argv)
     try:

@@ -72,7 +72,8 @@ class StalenessManager:
 
         capacity = min(max_concurrent - running, (eta + v + 1) B - (accepted + running))
         """
-        version, stat = self.version_provider.get_version(), self._stat
+        version = self.version_provider.get_version()
+        stat = self._stat
         places = (self.max_staleness + version + 1) * self.consumer_batch_size
         free = places - (stat.accepted + stat.running)
         return min(self.max_concurrent_rollouts - stat.running, free)

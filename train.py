@@ -171,7 +171,8 @@ class PPOTrainer:
     def train_step(self, step: int) -> None:
         """Consume a batch of prompt groups, and make the weights of version `step`."""
         run, config, actor, ref = self.run, self.config, self.run.actor, self.run.ref
-        version, clock = step - 1, Clock()
+        version = step - 1
+        clock = Clock()
 
         # 1. Rank 0 waits for the next B prompt groups (rollout/executor.py) and gives their rows to
         #    all ranks. No trained token is more than eta versions old. The shapes:
@@ -249,7 +250,8 @@ class Clock:
 
     def mark(self, phase: str) -> None:
         now = time.monotonic()
-        self.seconds[phase], self.last = now - self.last, now
+        self.seconds[phase] = now - self.last
+        self.last = now
 
 
 def train_or_evaluate(run: Run) -> None:

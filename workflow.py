@@ -308,7 +308,8 @@ def resolve_workflow(
     `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
     is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.
     """
-    resolved, kwargs = import_name(workflow), workflow_kwargs or {}
+    resolved = import_name(workflow)
+    kwargs = workflow_kwargs or {}
     if inspect.isclass(resolved) and issubclass(resolved, RolloutWorkflow):
         takes = inspect.signature(resolved).parameters
         kwargs = {k: x for k, x in (defaults or {}).items() if k in takes} | kwargs

@@ -171,9 +171,7 @@ class WindowState(DispatchState):
 
     def start(self) -> list[Task]:
         started = super().start()
-        deadline = (
-            self.manager.version_provider.get_version() + self.manager.max_staleness + self.slack
-        )
+        deadline = self.gate.version_provider.get_version() + self.gate.max_staleness + self.slack
         self.deadlines.update((task.task_id, deadline) for task in started)
         return started
 
@@ -181,7 +179,7 @@ class WindowState(DispatchState):
         finished = ((task_id, data) for task_id, data in self.order.items() if data is not None)
         batch = dict(islice(finished, count))
         left = sorted(self.deadlines[task_id] for task_id in self.order if task_id not in batch)
-        v = self.manager.version_provider.get_version()
+        v = self.gate.version_provider.get_version()
         feasible = all(k < (deadline - v) * count for k, deadline in enumerate(left))
         return batch if len(batch) == count and feasible else {}
 
@@ -228,7 +226,7 @@ class Simulation:
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
-        self.manager, self.state = self.make_gate(setup)
+        self.gate, self.state = self.make_gate(setup)
         self.servers = [Server(setup) for _ in range(setup.servers)]
         self.next_server = cycle(self.servers)
         self.numbers, self.task_ids = count(), count()
@@ -247,7 +245,7 @@ class Simulation:
         """
         slack = s.eta // 2 if s.stale == "window" else 0
         concurrent = s.concurrent or (s.eta + 1) * s.batch
-        manager = StalenessManager(self, concurrent, s.batch, s.eta - slack)
+        gate = StalenessManager(self, concurrent, s.batch, s.eta - slack)
 
         def head_version(tokens: Versions) -> int | None:
             return None if s.stale == "unbounded" else min(min(tokens) + slack, self.version)
@@ -267,9 +265,9 @@ class Simulation:
             "trace": trace,
         }
         if s.stale == "window":
-            return manager, WindowState(manager, head_version, stale="wait", slack=slack, **options)
+            return gate, WindowState(gate, head_version, stale="wait", slack=slack, **options)
         stale: Any = "drop" if s.stale == "unbounded" else s.stale
-        return manager, DispatchState(manager, head_version, stale=stale, **options)
+        return gate, DispatchState(gate, head_version, stale=stale, **options)
 
     def get_version(self) -> int:
         return self.version
@@ -280,7 +278,7 @@ class Simulation:
         """Start the groups that the gate admits. The sequences are assigned to the servers in
         round-robin order."""
         touched = dict[Server, None]()
-        for _ in range(self.manager.get_pending_limit() - len(self.state.pending)):
+        for _ in range(self.gate.get_pending_limit() - len(self.state.pending)):
             self.state.enqueue(Task(next(self.task_ids), self.s.members))
         for task in self.state.start():
             for server in islice(self.next_server, self.s.members):
@@ -296,7 +294,7 @@ class Simulation:
 
         The function calls the slow `take` only if a batch may be ready.
         """
-        finished = self.manager.get_stats().accepted - self.version * self.s.batch
+        finished = self.gate.get_stats().accepted - self.version * self.s.batch
         head = next(iter(self.state.order.values()), None)
         if finished < self.s.batch or (self.s.stale == "wait" and head is None):
             return
@@ -391,7 +389,7 @@ class Simulation:
         for server in self.servers:
             server.advance(self.now)
         self.result.busy = fmean(server.busy for server in self.servers) / self.now
-        self.result.dropped = self.manager.get_stats().dropped
+        self.result.dropped = self.gate.get_stats().dropped
         return self.result
 
 

@@ -33,7 +33,8 @@ class OpenAIProxyClient:
     failed request raises EngineError."""
 
     def __init__(self, proxy: Servers, task_id: str, **options: Any) -> None:
-        self._proxy, self._start = proxy, {"task_id": task_id, **options}
+        self._proxy = proxy
+        self._start = {"task_id": task_id, **options}
         self.session_id = self.api_key = ""
         self.rewarded_count = 0  # interactions with a reward, once the session has ended
 

@@ -78,7 +78,7 @@ class AgentRequest:
     parallel_tool_calls: bool = True  # whether a reply may have several calls
 
 
-def parse(body: Json, find: Find, history: str = "messages") -> AgentRequest:
+def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequest:
     """Read a call's body. `history` names the field with the conversation."""
     write_json(body, "body")  # refuses a body that is nested too deeply
     for name in UNSUPPORTED.split():

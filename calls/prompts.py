@@ -56,19 +56,20 @@ class PromptBuilder:
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
-        self._tokenizer, self._ids = tokenizer, dict[int, int]()
+        self._tokenizer = tokenizer
+        self._ids = dict[int, int]()
         controls = map(re.escape, special_tokens(tokenizer).values())
         self._control = re.compile("|".join(controls) or "(?!)")
-        said = self._way(STUB[1], {"role": "user", "content": "new"})
+        messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
-        self.ways = f"new messages {said}, results of tools {results}"
+        self.ways = f"new messages {messages}, results of tools {results}"
         # whether the parent's tokens are kept before a user's message, and before results
-        self.splices, self.splices_results = said == SPLICED, results == SPLICED
+        self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
-    def _way(self, said: Message, new: Message) -> str:
+    def _way(self, answer: Message, new: Message) -> str:
         """Say what becomes of `new`. The whole conversation should end with the tail of `new`."""
         try:
-            whole = self._render([*STUB, STUB[0], said, new], {})
+            whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:
             return f"are refused ({error})"
         with suppress(Refusal):
@@ -78,9 +79,9 @@ class PromptBuilder:
 
     def prompt(self, call: Interaction) -> list[int]:
         """Return the prompt of a call. Raises Refusal if the template refuses the messages."""
-        variables = call.template_kwargs | (
-            {"tools": self._disarm(call.tools)} if call.tools else {}
-        )
+        variables = dict(call.template_kwargs)
+        if call.tools:
+            variables["tools"] = self._disarm(call.tools)
         parent = call.parent
         if parent and (parent.tools, parent.template_kwargs) == (call.tools, call.template_kwargs):
             new = call.messages[len(parent.conversation) :]
@@ -95,14 +96,15 @@ class PromptBuilder:
     ) -> list[int]:
         """Return the prompt that continues `turn`: its prompt, its output and the tail of `new`.
         End marks that the output already has are not repeated. Raises Refusal."""
-        said, tail = turn.output_tokens, self.encode(self._tail(new, variables))
+        sampled = turn.output_tokens
+        tail = self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)
         marks = tail[blanks:]
-        for count in range(1, min(len(said), len(marks)) + 1):
-            if said[-count:] == marks[:count]:
-                return turn.input_tokens + said + marks[count:]
-        return turn.input_tokens + said + tail
+        for count in range(1, min(len(sampled), len(marks)) + 1):
+            if sampled[-count:] == marks[:count]:
+                return turn.input_tokens + sampled + marks[count:]
+        return turn.input_tokens + sampled + tail
 
     def _tail(self, new: list[Message], variables: dict[str, Any]) -> str:
         new = self._disarm(new)
@@ -244,7 +246,7 @@ def read_text(
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     special = {} if keep_special else special_tokens(tokenizer)
-    said = tokenizer.decode([token for token in tokens if special.get(token) in (None, *MARKS)])
+    text = tokenizer.decode([token for token in tokens if special.get(token) in (None, *MARKS)])
     for stop in gconfig.stop:
-        said, _, _ = said.partition(stop)
-    return opening + said
+        text, _, _ = text.partition(stop)
+    return opening + text

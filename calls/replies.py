@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from calls.messages import AgentRequest, Find, Json, Message, Refusal, parse, with_texts
+from calls.messages import AgentRequest, Find, Json, Message, Refusal, read_request, with_texts
 from inference.io_struct import ModelResponse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -33,7 +33,8 @@ def error_body(error: Exception) -> Json:
     """Return an error, for a reply or an event, in a form that all SDKs read. The inference
     server's address is hidden from the agent."""
     message = re.sub(r"https?://[^\s/]+", "the server", str(error))
-    is_ours, code = getattr(error, "status", 500) >= 500, getattr(error, "code", "")
+    is_ours = getattr(error, "status", 500) >= 500
+    code = getattr(error, "code", "")
     kind = "server_error" if is_ours else "invalid_request_error"
     about = {"message": message, "type": kind} | ({"code": code} if code else {})
     return {"type": "error", "error": about}
@@ -51,13 +52,15 @@ class Reply:
     id_prefix, history, end = "", "messages", b""
 
     def __init__(self, ask: AgentRequest, suffix: str) -> None:
-        self.ask, self.suffix = ask, suffix
-        self.id, self.created = self.id_prefix + suffix, int(time.time())
+        self.ask = ask
+        self.suffix = suffix
+        self.id = self.id_prefix + suffix
+        self.created = int(time.time())
         self.input_len = 0  # tokens of the prompt, once it is made
 
     @classmethod
     def parse(cls, body: Json, find: Find) -> AgentRequest:
-        return parse(body, find, cls.history)
+        return read_request(body, find, cls.history)
 
 
 class Chat(Reply):
@@ -68,7 +71,8 @@ class Chat(Reply):
         return head | fields
 
     def render(self, message: Message, response: ModelResponse) -> Json:
-        message, written = with_texts(message), response.output_len
+        message = with_texts(message)
+        written = response.output_len
         if "tool_calls" in message:
             message["content"] = message["content"] or None
         choice = {"index": 0, "message": message, "finish_reason": response.stop_reason}

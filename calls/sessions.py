@@ -127,7 +127,7 @@ class Session:
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.cache.values()))
             for first in ancestors(reports + named).intersection(later):
                 first.reads = first.reads or [parent]
-        call.reads = newest(found + named + call.reads)
+        call.reads = unread(found + named + call.reads)
         if not parent:
             call.turn = max(x.turn + 1 for x in call.reads)
 
@@ -138,12 +138,12 @@ class Session:
         finished = self.cache.finished()
         for call in finished if cut else ():
             parent = [call.parent] if call.parent else []
-            call.reads = newest(call.named + parent)
+            call.reads = unread(call.named + parent)
         leads = ancestors(call for call in finished if call.reward is not None)
         self.cache.apply_reward_discount(turn_discount, leads)
 
 
-def newest(calls: list[Interaction]) -> list[Interaction]:
+def unread(calls: list[Interaction]) -> list[Interaction]:
     """Leave out the calls that others among them have read."""
     above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
     return [x for x in dict.fromkeys(calls) if x not in above]

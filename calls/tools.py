@@ -37,7 +37,8 @@ Parser = Callable[[str, Tools], tuple[str, list[Json]]]
 
 def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
     """For each JSON value between marks, yield where its marks begin and end, and the JSON."""
-    at, last = 0, text.rfind("</tool_call>")
+    at = 0
+    last = text.rfind("</tool_call>")
     while begin := OPEN.search(text, at, last):
         at = begin.end()
         with suppress(ValueError, RecursionError):
@@ -86,7 +87,7 @@ def read_call(body: str, tools: Tools) -> Json:
     return {"name": name, "arguments": arguments}
 
 
-def parse(
+def read_answer(
     text: str, tools: Tools, suffix: str, parser: Parser = split_calls, ended: bool = False
 ) -> Message:
     """Turn a whole text into a message in the form of calls/messages.py. Call ids contain `suffix`

@@ -53,11 +53,13 @@ class Turn:
         answer: Answer,
         named: Iterable[str],
     ) -> None:
-        self.session, self.ask = session, ask
-        self.form = protocol(ask, secrets.token_hex(16))  # writes the reply
-        self.interaction = Interaction(ask.messages, self.form.id, ask.tools, ask.template_kwargs)
+        self.session = session
+        self.ask = ask
+        self.writer = protocol(ask, secrets.token_hex(16))
+        self.interaction = Interaction(ask.messages, self.writer.id, ask.tools, ask.template_kwargs)
         session.enter(self.interaction, named)
-        self.number, session.calls = session.calls, session.calls + 1
+        self.number = session.calls
+        session.calls += 1
         self.listeners = 0  # connections that wait
         self.task = asyncio.ensure_future(self._run(answer))  # its result is the reply
         self.task.add_done_callback(self._done)
@@ -71,7 +73,7 @@ class Turn:
         message, response = await answer(self)
         if self.failed:  # the engine answered although it was cancelled
             raise asyncio.CancelledError
-        reply = self.form.render(message, response)
+        reply = self.writer.render(message, response)
         self.session.finish(self.interaction, response, message)
         self.interaction.reply = reply
         return reply
@@ -135,11 +137,11 @@ class Turn:
             if await self._wait(hangup, PROGRESS_SECONDS):
                 self.result()
             yield b""
-            yield written(self.form.opening())
+            yield written(self.writer.opening())
             try:
                 while not await self._wait(hangup, PROGRESS_SECONDS):
-                    yield written(self.form.progress())
-                yield written(*self.form.stream(self.result())) + self.form.end
+                    yield written(self.writer.progress())
+                yield written(*self.writer.stream(self.result())) + self.writer.end
             except Exception as error:
                 yield written(error_body(error))
                 if not isinstance(error, Refusal | EngineError):

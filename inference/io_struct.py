@@ -44,7 +44,8 @@ class EngineError(RuntimeError):
 
     def __init__(self, message: str, status: int = 500, code: str = "") -> None:
         super().__init__(message)
-        self.status, self.code = status, code  # code: OpenAI's name for the error, or ""
+        self.status = status
+        self.code = code  # code: OpenAI's name for the error, or ""
 
 
 class Sampling(BaseModel):

@@ -86,11 +86,11 @@ class Servers:
             raise EngineError("; ".join(map(str, failed)), 503) from failed[0]
         return answers
 
-    def check_versions(self, url: str, versions: list[int], sent_after: int) -> None:
-        """Check the versions of a server's tokens, and update `newest`. `sent_after` is what
+    def check_versions(self, url: str, versions: list[int], at_least: int) -> None:
+        """Check the versions of a server's tokens, and update `newest`. `at_least` is what
         `newest` was when the request was sent. Raises EngineError (503)."""
-        if wrong := [v for v in versions if not sent_after <= v <= self.trainer_version]:
-            why = f"version {wrong[0]} instead of {sent_after} to {self.trainer_version}"
+        if wrong := [v for v in versions if not at_least <= v <= self.trainer_version]:
+            why = f"version {wrong[0]} instead of {at_least} to {self.trainer_version}"
             raise EngineError(f"{url} sent {why}: was it restarted?", 503)
         self.newest = max([self.newest, *versions])
 

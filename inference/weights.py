@@ -68,7 +68,9 @@ def named_buckets(
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
 
-    state, bucket, size = model.state_dict(), list[Any](), 0.0
+    state = model.state_dict()
+    bucket = list[Any]()
+    size = 0.0
     # a tied tensor comes once
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in state or (learning and not tensor.requires_grad):
@@ -138,7 +140,8 @@ def update_from_distributed(
     backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    name, world = f"weights-{meta.version}-{port}", 1 + sum(sizes)
+    name = f"weights-{meta.version}-{port}"
+    world = 1 + sum(sizes)
     meeting = {"master_address": meta.address, "master_port": port, "group_name": name}
     meeting |= {"world_size": world, "backend": backend}
     bodies = [meeting | {"rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]

@@ -23,7 +23,8 @@ class PerLoop:
     """An object for each event loop. The first `get` makes it, and the loop's end closes it."""
 
     def __init__(self, make: Callable[[], Any], close: Callable[[Any], Awaitable[None]]) -> None:
-        self._make, self._close = make, close
+        self._make = make
+        self._close = close
         self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[Any, None]] = {}
 
     async def get(self) -> Any:

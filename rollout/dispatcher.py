@@ -45,7 +45,7 @@ class RolloutsFail(RuntimeError):
 class DispatchState:
     """All decisions, and the state that they depend on. A task is anything with a `task_id`."""
 
-    manager: StalenessManager
+    gate: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version in a result
     stale: str = "wait"  # wait, mask or drop
     # for mask: leaves tokens older than a version out of the loss; None if no token is left
@@ -64,7 +64,7 @@ class DispatchState:
 
     def may_start(self) -> int:
         """How many tasks may start now. A negative number means none."""
-        return 0 if self.paused else self.manager.get_capacity()
+        return 0 if self.paused else self.gate.get_capacity()
 
     def in_flight(self) -> set[int]:
         """The ids of tasks that a later step may consume."""
@@ -80,8 +80,8 @@ class DispatchState:
     def trainable(self, data: Any) -> Any:
         """Return the part of a finished group that a step may train on, or None."""
         if self.stale == "mask":
-            return self.without_older(data, self.manager.oldest_version())
-        fresh = self.stale == "wait" or self.manager.is_fresh(self.head_version(data))
+            return self.without_older(data, self.gate.oldest_version())
+        fresh = self.stale == "wait" or self.gate.is_fresh(self.head_version(data))
         return data if fresh else None
 
     # ---- events
@@ -89,7 +89,7 @@ class DispatchState:
     def enqueue(self, task: Any) -> None:
         """Add a task, whose id must be new."""
         self.pending[task.task_id] = task
-        self.manager.on_rollout_enqueued()
+        self.gate.on_rollout_enqueued()
         self.trace("submit", task.task_id)
 
     def start(self) -> list[Any]:
@@ -98,7 +98,7 @@ class DispatchState:
         started = [self.pending.popitem(last=False)[1] for _ in range(count)]
         for task in started:
             self.order[task.task_id] = None
-            self.manager.on_rollout_submitted()
+            self.gate.on_rollout_submitted()
             self.trace("start", task.task_id)
         return started
 
@@ -112,17 +112,17 @@ class DispatchState:
             self.order[task_id] = data
             if self.stale != "wait":
                 self.order.move_to_end(task_id)  # keeps finished groups in order of finish
-            self.manager.on_rollout_accepted()
+            self.gate.on_rollout_accepted()
             self.trace("accept", task_id)
             return
         del self.order[task_id]
         self.rejected.add(task_id)
-        self.manager.on_rollout_rejected(failed=error is not None)
+        self.gate.on_rollout_rejected(failed=error is not None)
         if error:
             self.trace("fail", task_id)
         self.trace("reject", task_id)
-        stat = self.manager.get_stats()
-        most = self.max_failures or max(8, 2 * self.manager.consumer_batch_size)
+        stat = self.gate.get_stats()
+        most = self.max_failures or max(8, 2 * self.gate.consumer_batch_size)
         if len(self.errors) >= most:
             raise RolloutsFail(
                 f"{most} tasks failed one after another, the first by {self.errors[0]!r}"
@@ -139,15 +139,17 @@ class DispatchState:
         First, `mask` and `drop` remove the groups that are too old. If a group still exceeds the
         bound, this raises StalenessError and consumes none.
         """
-        while batch := {i: self.trainable(data) for i, data in self.next_groups(count).items()}:
-            if not (too_old := [i for i, data in batch.items() if data is None]):
+        while True:
+            batch = {i: self.trainable(data) for i, data in self.next_groups(count).items()}
+            too_old = [i for i, data in batch.items() if data is None]
+            if not too_old:
                 break
             for task_id in too_old:
                 del self.order[task_id]
-                self.manager.on_rollout_dropped()
+                self.gate.on_rollout_dropped()
                 self.trace("drop", task_id)
         for data in batch.values():
-            self.manager.check_age(self.head_version(data))
+            self.gate.check_age(self.head_version(data))
         for task_id in batch:
             del self.order[task_id]
             self.trace("consume", task_id)
@@ -163,7 +165,7 @@ class DispatchState:
             return [None]
         if task_id in self.pending or self.order[task_id] is None:
             return []
-        self.manager.on_rollout_withdrawn()
+        self.gate.on_rollout_withdrawn()
         return [self.order.pop(task_id)]
 
 
@@ -211,7 +213,7 @@ class BatchTaskDispatcher:
 
         def take() -> list[Any]:
             batch = self.state.take(batch_size)
-            missing = self.state.manager.get_pending_limit() - len(self.state.pending)
+            missing = self.state.gate.get_pending_limit() - len(self.state.pending)
             for task in islice(tasks, max(0, missing)):
                 self.state.enqueue(task)
             return batch
@@ -227,10 +229,6 @@ class BatchTaskDispatcher:
 
     def resume(self) -> None:
         self.change(setattr, self.state, "paused", False)
-
-    def on_new_version(self) -> None:
-        """Start what the gate admits at the new version."""
-        self.change(self.state.may_start)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the loop, start what the gate admits, and return the result."""

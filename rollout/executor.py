@@ -129,7 +129,8 @@ class WorkflowExecutor:
         group_size: int | None = None,
     ) -> Trajectory:
         """Return the next training batch: dataloader.batch_size groups."""
-        size, expected = dataloader.batch_size, self.gate.consumer_batch_size
+        size = dataloader.batch_size
+        expected = self.gate.consumer_batch_size
         if size != expected:
             raise ValueError(f"consumer_batch_size={expected} must equal {size}, the dataloader's")
         how = self._resolve(workflow, workflow_kwargs, should_accept_fn, group_size)
@@ -175,10 +176,11 @@ class WorkflowExecutor:
         group_size: int | None,
         sampling: dict[str, Any] | None = None,
     ) -> tuple[workflows.RolloutWorkflow, Any]:
-        openai, address = self.config.openai, self.engine.proxy
+        openai = self.config.openai
         proxy = openai.model_dump(exclude={"turn_discount", "tool_call_parser"})
         proxy |= {"discount": openai.turn_discount, "sampling": sampling or {}}
-        proxy |= address._asdict() if address else {}
+        if self.engine.proxy:
+            proxy |= self.engine.proxy._asdict()
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
         one = workflows.resolve_workflow(workflow, kwargs, proxy=proxy, defaults=defaults)
         size = group_size or self.gconfig.n_samples
@@ -205,7 +207,8 @@ class WorkflowExecutor:
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
         """Run a task, and return its group, or None if it is rejected."""
-        version, context = self.engine.get_version(), workflows.workflow_context
+        version = self.engine.get_version()
+        context = workflows.workflow_context
         context.set(workflows.WorkflowContext(task.is_eval, task.task_id, seed=self.seed))
         try:
             result = await task.workflow.arun_episode(self.engine, task.data)
@@ -214,15 +217,17 @@ class WorkflowExecutor:
             group = trajectory.complete(
                 workflows.to_tensors(result), task.task_id, version, self.gconfig.temperature
             )
-            versions = trajectory.version_span(group, trajectory.generated(group))
+            oldest, newest = trajectory.version_span(group, trajectory.generated(group))
             if not task.is_eval:
                 rewards = group["rewards"].tolist()
-                self._tell("reward", task.task_id, versions=[*versions], rewards=rewards)
+                self._tell("reward", task.task_id, versions=[oldest, newest], rewards=rewards)
             accepted = task.should_accept is None or task.should_accept(group)
             if self.dump_dir and self.config.dump_to_file:
-                newest = version if versions[1] is None else versions[1]
-                where = self.dump_dir / context.stat_scope(), newest, self.tokenizer
-                await asyncio.to_thread(trajectory.dump, group, task.task_id, *where)
+                folder = self.dump_dir / context.stat_scope()
+                newest = version if newest is None else newest
+                await asyncio.to_thread(
+                    trajectory.dump, group, task.task_id, folder, newest, self.tokenizer
+                )
         except BaseException as error:
             if not self.dispatcher.stopped.done():  # a stop cancels episodes, which is no failure
                 what = f"{context.stat_scope()} task {task.task_id}"

@@ -69,14 +69,16 @@ class Worker:
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `function(*args, **kwargs)`. If the function raises or the process ends, this
         raises RuntimeError with the reason."""
-        call, loop = pickle.dumps((function, args, kwargs)), asyncio.get_running_loop()
+        call = pickle.dumps((function, args, kwargs))
+        loop = asyncio.get_running_loop()
         try:
             answer = await loop.run_in_executor(self._thread, self._exchange, call)
         except asyncio.CancelledError:
             self.kill()  # at once, so that the agent makes no call to an ended session
             raise
         if not answer:
-            code, name = self.process.wait(), getattr(function, "__qualname__", function)
+            code = self.process.wait()
+            name = getattr(function, "__qualname__", function)
             raise RuntimeError(f"the process that ran {name} ended with code {code}")
         value, error = json.loads(answer)
         if error:

@@ -154,11 +154,13 @@ def settle(server: ServerConfig, gpus: list[str]) -> None:
 
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     """The inference servers to start, with their API key."""
-    server, size = config.server, config.server.tp_size
+    server = config.server
+    size = server.tp_size
     if server.backend == "tiny":
         settle(server, gpus)
         gpus = gpus if server.device == "cuda" else []
-    ranks, wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), server.count * size
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    wanted = server.count * size
     is_shared = len(gpus) - ranks < wanted
     pool = gpus * server.count if is_shared else gpus[-wanted:]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]

@@ -63,7 +63,8 @@ class Log:
     """Writes a run's metrics and tokens. Only rank 0 has a Log."""
 
     def __init__(self, run: Any) -> None:
-        self.run, self.path = run, run.run_dir / "metrics.jsonl"
+        self.run = run
+        self.path = run.run_dir / "metrics.jsonl"
         self.path.touch()
         # Remove the steps after the checkpoint, and damaged lines.
         for line in self.path.read_bytes().splitlines():
@@ -76,7 +77,8 @@ class Log:
 
     def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Complete a step's metrics, and write them and the batch."""
-        run, counts = self.run, asdict(self.run.executor.stats)
+        run = self.run
+        counts = asdict(run.executor.stats)
         rewards = batch["rewards"].tolist()
         metrics["success"] = run.inputs.count_successes(rewards) / len(rewards)
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
@@ -93,9 +95,9 @@ class Log:
         run.history.append(metrics)
         if run.prints_steps:
             print(
-                "step {step}/{last}  reward {reward:.2f}  success {success:.2f}"
+                "step {step} of {last}  reward {reward:.2f}  success {success:.2f}"
                 "  lag {staleness_mean:.2f}  max {staleness_max:.0f}"
-                "  {step_s:.1f} s  waiting {rollout_wait_s:.1f} s".format(
+                "  {step_s:.1f} s  waits {rollout_wait_s:.1f} s".format(
                     last=run.last_step, **metrics
                 ),
                 flush=True,

@@ -10,7 +10,7 @@ import openai
 import orjson
 
 from calls.client import sdk_http
-from calls.messages import parse
+from calls.messages import read_request
 from inference.io_struct import ModelRequest, ModelResponse
 from proxy import Proxy, create_app
 
@@ -175,7 +175,7 @@ def said(
 
 def normal(message: Any) -> dict[str, Any]:
     """A message of chat completions as the tree keeps it."""
-    (read,) = parse({"messages": [message]}, lambda _: None).messages
+    (read,) = read_request({"messages": [message]}, lambda _: None).messages
     return read
 
 

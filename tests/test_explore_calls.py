@@ -62,8 +62,8 @@ MUTANTS: list[tuple[str, TurnBounds, ModuleType, str, str]] = [
     ("rewards", XZ, cache, "below[read].append", "below[call].append"),
     ("deadlock", X, proxy, "        del self.sessions[session.session_id]\n", ""),
     ("deadlock", X, calls.sessions, "        self.ended = True\n        self.turns.clear()", ""),
-    ("tokens", XZ, cache, '"logprobs": said.', '"logprobs": last.'),
-    ("tokens", XZ, cache, '"versions": said.', '"versions": last.'),
+    ("tokens", XZ, cache, '"logprobs": response.', '"logprobs": last.'),
+    ("tokens", XZ, cache, '"versions": response.', '"versions": last.'),
     ("tokens", XZ, cache, "[(self, True)]", "[(t, True) for t in (self.parent, self) if t]"),
 ]
 PROXY = cache, calls.prompts, calls.sessions, calls.turn, proxy

@@ -21,7 +21,7 @@ import staleness as STALENESS
 
 
 def dropped(graph: Any) -> int:
-    return max(world.state.manager.get_stats().dropped for world in graph)
+    return max(world.state.gate.get_stats().dropped for world in graph)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,21 +48,21 @@ def test_random_walks_far_beyond_the_bounds_keep_every_property(mode: str, bound
         assert max(world.masked for world in states) > 3 or mode != "mask"
 
 
-CHECK = "            self.manager.check_age(self.head_version(data))\n"
+CHECK = "            self.gate.check_age(self.head_version(data))\n"
 LOOP = f"{CHECK}        for task_id in batch:\n"
 POPS = "            self.order.popitem(last=False)\n"
-REJECTED = "self.manager.on_rollout_rejected(failed=error is not None)"
+REJECTED = "self.gate.on_rollout_rejected(failed=error is not None)"
 MUTANTS = [  # property, mode, module, code, changed code
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(version + 9) *"),
     ("gate", "mask", STALENESS, "(stat.accepted + stat.running)", "stat.accepted"),
     ("age", "drop", STALENESS, "age <= self.max_staleness", "age <= self.max_staleness + 1"),
     ("age", "mask", STALENESS, "_version() - self.max_staleness\n", "_version() - 9\n"),
     ("counters", "wait", DISPATCHER, REJECTED, "pass"),
-    ("counters", "drop", DISPATCHER, "self.manager.on_rollout_dropped()", "pass"),
-    ("counters", "wait", DISPATCHER, "self.manager.on_rollout_withdrawn()", "pass"),
+    ("counters", "drop", DISPATCHER, "self.gate.on_rollout_dropped()", "pass"),
+    ("counters", "wait", DISPATCHER, "self.gate.on_rollout_withdrawn()", "pass"),
     ("starvation", "wait", DISPATCHER, 'self.order.items() if self.stale == "wait" else ', ""),
     ("starvation", "drop", DISPATCHER, "move_to_end(task_id)", "move_to_end(task_id, last=False)"),
-    ("lost", "mask", DISPATCHER, "if data is None]):", "if data != self.order[i]]):"),
+    ("lost", "mask", DISPATCHER, "if data is None]\n", "if data != self.order[i]]\n"),
     ("lost", "mask", STALENESS, "_version() - self.max_staleness\n", "_version()\n"),
     ("kept", "wait", DISPATCHER, f"{LOOP}            del self.order[task_id]\n", f"{POPS}{LOOP}"),
     ("kept", "wait", DISPATCHER, CHECK, f"            self.order.move_to_end(max(batch))\n{CHECK}"),

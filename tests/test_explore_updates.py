@@ -39,7 +39,7 @@ MUTANTS = [  # property, bounds, module, code, changed code
     ("label", ONE, ENGINE, SEGMENT, f"{SEGMENT}; {ALL_ZERO}"),
     ("label", ONE, SERVERS, "<= v <= self.trainer_version", "<= v"),
     ("falls", TWO, ENGINE, "at_least = self.servers.newest", "at_least = 0"),
-    ("falls", TWO, SERVERS, "not sent_after <= v", "not 0 <= v"),
+    ("falls", TWO, SERVERS, "not at_least <= v", "not 0 <= v"),
     ("lost", ABORT, ENGINE, 'if response.stop_reason != "abort" or', "if True or"),
     ("lost", ONE, ENGINE, "failures > self.request_retries", "failures >= self.request_retries"),
     ("lost", ONE, ENGINE, "failures > self.request_retries", "failures > 9"),

@@ -136,7 +136,7 @@ def test_the_gate_alone_bounds_nothing(stale, age):
     of finish it trains at age 5; in order of start the first batch waits for it."""
     clock, ages, started = Version(), list[int](), dict[int, int]()
     state = DispatchState(StalenessManager(clock, 100, 2, 1), lambda task: started[task], stale)
-    state.manager.check_age = state.manager.is_fresh = lambda version: True  # type: ignore[assignment]
+    state.gate.check_age = state.gate.is_fresh = lambda version: True  # type: ignore[assignment]
     for clock.version in range(6):
         for task_id in range(len(started), len(started) + state.may_start()):
             state.enqueue(SimpleNamespace(task_id=task_id))

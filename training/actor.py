@@ -75,7 +75,8 @@ class FSDPEngine:
     """A frozen causal language model, sharded over the ranks."""
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
-        self.config, self.model_path = config, str(model_path)
+        self.config = config
+        self.model_path = str(model_path)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.on_cpu = self.device.type == "cpu"
@@ -117,7 +118,7 @@ class FSDPEngine:
             for module in [*layers, model]:
                 fully_shard(module, mp_policy=precision)
         for layer in layers:
-            if name == "packed" and self.device.type == "cuda":  # saves a quarter (docs/gpu.md)
+            if name == "packed" and not self.on_cpu:  # saves a quarter (docs/gpu.md)
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.config.gradient_checkpointing:  # transformers' own switch needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -245,19 +246,10 @@ class FSDPPPOActor(FSDPEngine):
         """The engine's next batch, on every rank."""
         return share(lambda: self.rollout.prepare_batch(dataloader, **options))
 
-    def policies(self) -> tuple[str, str]:
-        """The batch's keys for log pi_prox and log pi_behav. Standard PPO has one old policy, so
-        both keys are equal. loglinear guesses pi_prox later, so the first key is then a
-        placeholder."""
-        if self.config.use_decoupled_loss:
-            known = self.config.prox_logp_method != "loglinear"
-            return "prox_logp" if known else "logprobs", "logprobs"
-        old = "prox_logp" if self.config.recompute_logprob else "logprobs"
-        return old, old
-
     def should_compute_prox_logp(self) -> bool:
         """Whether ppo_update reads batch["prox_logp"]."""
-        return "prox_logp" in self.policies()
+        c = self.config
+        return c.prox_logp_method != "loglinear" if c.use_decoupled_loss else c.recompute_logprob
 
     def compute_advantages(self, batch: Batch) -> None:
         """Store the advantages (B, T) in batch["advantages"]."""
@@ -312,7 +304,8 @@ class FSDPPPOActor(FSDPEngine):
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
         """Make one optimizer step on a mini-batch with `count` trained tokens on all ranks.
         `pieces` are this rank's part. `fraction` of the training step is already done."""
-        o, found = self.config.optimizer, []
+        o = self.config.optimizer
+        found = []
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, but we want the sum.
         self.optimizer.zero_grad()
         for piece in pieces:
@@ -349,7 +342,10 @@ class FSDPPPOActor(FSDPEngine):
         # 1. pi_theta, pi_prox and pi_behav
         logp, entropy = self.forward(piece)  # (N,), (N,)
         tokens["theta_logp"] = theta_logp = logp.detach()  # (N,)
-        prox_logp, old_logp = (tokens[key] for key in self.policies())
+        old_logp = tokens["logprobs"]
+        prox_logp = tokens["prox_logp"] if self.should_compute_prox_logp() else old_logp
+        if not c.use_decoupled_loss:  # standard PPO has one old policy
+            old_logp = prox_logp
         # k2, an estimate of KL(pi_behav, pi_theta); the clamp keeps it finite
         kl = log_ratio(theta_logp, tokens["logprobs"]).clamp(-1e4, 1e4).square() / 2  # (N,)
         means = {"entropy": entropy, "kl": kl}

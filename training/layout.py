@@ -93,7 +93,8 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     """Choose the layout for a model. The kernel for packed rows needs bfloat16. Raises ValueError
     for a model that we would silently train wrongly."""
-    shape, head = model.config.get_text_config(), model.get_output_embeddings()
+    shape = model.config.get_text_config()
+    head = model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
     keys = filter(UNUSUAL.search, shape.to_dict())

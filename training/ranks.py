@@ -21,7 +21,8 @@ def join_ranks() -> None:
     nothing."""
     if dist.is_initialized():
         return
-    backend, alone = "gloo", dict[str, Any]()
+    backend = "gloo"
+    alone = dict[str, Any]()
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         # SGLang sets this to 0, and all members of an NCCL group need the same value.

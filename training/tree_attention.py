@@ -124,7 +124,8 @@ def tree_attention(
     if query.is_cuda and query.dtype == torch.bfloat16 and len(subtree_end) > BLOCK:
         tree = block_mask(subtree_end)
         return flex_attention_forward(module, query, key, value, tree, scaling=scaling)[0], None
-    index, out = torch.arange(len(subtree_end), device=query.device), []
+    index = torch.arange(len(subtree_end), device=query.device)
+    out = []
     for q in index.split(BLOCK):  # (b,)
         keys = index[: q[-1] + 1][subtree_end[: q[-1] + 1] > q[0]]  # (m,) that a query attends to
         visible = (keys <= q[:, None]) & (q[:, None] < subtree_end[keys])  # (b, m)

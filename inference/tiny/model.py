@@ -80,7 +80,8 @@ def read_config(folder: str) -> dict[str, Any]:
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
-    config |= json.loads(generation.read_text()) if generation.is_file() else {}
+    if generation.is_file():
+        config |= json.loads(generation.read_text())
     for key, works in SUPPORTED.items():
         if (value := config.get(key, works[0])) not in works:
             raise ValueError(f"{key} {value} is not supported, only {', '.join(map(str, works))}")
@@ -186,7 +187,8 @@ class Model:
     ) -> None:
         """Load a Hugging Face folder, with room for `slots` sequences and `tokens` tokens in total.
         Raises ValueError if this forward pass does not support the model."""
-        config, files = read_config(folder), read_weights(folder)
+        config = read_config(folder)
+        files = read_weights(folder)
         eos = config.get("eos_token_id")
         self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # tokens that end a text
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
@@ -204,7 +206,8 @@ class Model:
         frequencies = 1 / config["rope_theta"] ** (torch.arange(0, self.d, 2) / self.d)
         self.frequencies = frequencies.to(self.device)
         n_layers: int = config["num_hidden_layers"]
-        self.most_slots, self.positions = slots, round_up(tokens, 512)
+        self.most_slots = slots
+        self.positions = round_up(tokens, 512)
         shape = n_layers, 2, self.positions + 1, self.groups, self.d
         # A page of CPU memory is allocated only when written.
         self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -52,7 +52,8 @@ class Sequence:
     awaits: Any = None, 0  # a running sequence, and how many of its keys this one will copy
 
     def __post_init__(self) -> None:
-        self.session, self.tokens = self.rid.partition("/")[0], list(self.prompt)
+        self.session = self.rid.partition("/")[0]
+        self.tokens = list(self.prompt)
 
     @property
     def output(self) -> list[int]:

@@ -48,7 +48,7 @@ def common(a: list[int], b: list[int]) -> int:
 class Scheduler:
     """The queues, the slots and the version of the weights."""
 
-    worth = 16  # fewer shared tokens are computed again, which is quicker than waiting and copying
+    least_shared = 16  # computing fewer tokens again is quicker than waiting and copying
 
     def __init__(self, model: Any, version: str, decode: Callable[[list[int]], str]) -> None:
         self.model = model
@@ -160,7 +160,8 @@ class Scheduler:
             self._make_room()
         is_progress = True
         while is_progress:
-            runs, is_progress = self._runs(), False
+            runs = self._runs()
+            is_progress = False
             for session in sorted(self.queues, key=runs.__getitem__):
                 one = self.queues[session][0]
                 length, slots = self.model.fit(max(self.length, len(one.tokens)))
@@ -182,13 +183,13 @@ class Scheduler:
         found = []
         for slot, last in enumerate(self.slots[self.n :], self.n):
             cached = common(last.tokens[: last.cached], wanted)
-            found.append((cached if cached >= self.worth else 0, -last.used, slot))
+            found.append((cached if cached >= self.least_shared else 0, -last.used, slot))
         cached, _, slot = max(found, key=lambda choice: choice[:2])
 
         # A running sequence may share more.
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
         most, computed = max(pairs, default=(0, 0))
-        if most >= cached + self.worth:
+        if most >= cached + self.least_shared:
             i = pairs.index((most, computed))
             one.awaits = self.slots[i], most
             if computed < most:
@@ -196,7 +197,8 @@ class Scheduler:
             self.model.copy(i, slot, most)
             cached = most
 
-        one.cached, self.slots[slot] = cached, one
+        one.cached = cached
+        self.slots[slot] = one
         self._exchange(slot)
         self.n += 1
         queue = self.queues.pop(one.session)

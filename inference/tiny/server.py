@@ -57,7 +57,8 @@ async def refuse(_: Request, error: Any) -> Response:
 
 def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
     """The web application. /health needs no key; all other paths do."""
-    model, stepping = scheduler.model, None
+    model = scheduler.model
+    stepping = None
 
     async def check(request: Request) -> None:
         if key and request.url.path != "/health":

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cache import Interaction, InteractionCache
 from calls import messages
-from calls.messages import AgentRequest, Message, Refusal, parse
+from calls.messages import AgentRequest, Message, Refusal, read_request
 from calls.replies import PROTOCOLS
 from inference.io_struct import ModelResponse
 
@@ -42,7 +42,7 @@ def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Messa
     if path == "messages":
         reply = {"role": "assistant", "content": reply}
     items = reply if path == "responses" else [reply]
-    output = parse({"messages": items}, lambda _: None).messages
+    output = read_request({"messages": items}, lambda _: None).messages
     return ask(path, **pair["parent"]).messages, output, ask(path, **pair["child"]).messages
 
 

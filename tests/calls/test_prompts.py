@@ -13,7 +13,7 @@ from harness import said, tool, user, with_template
 from cache import Interaction, InteractionCache
 from calls.messages import Refusal
 from calls.prompts import PromptBuilder, read_text
-from calls.tools import MARKS, parse
+from calls.tools import MARKS, read_answer
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 F: Any = ("f", {})
@@ -356,4 +356,4 @@ def test_marks_that_are_special_tokens_are_read(tiny_tokenizer: Any) -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tokens = own.encode(f"<think>hm</think>ok<|pad|>{call}")
     read = read_text(own, tokens, GenerationHyperparameters())
-    assert parse(read, [tool("f")], "ab12") == said("ok", F, reasoning="hm")
+    assert read_answer(read, [tool("f")], "ab12") == said("ok", F, reasoning="hm")

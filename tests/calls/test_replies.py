@@ -19,7 +19,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from calls.client import sdk_http
-from calls.messages import AgentRequest, Message, canonical, parse
+from calls.messages import AgentRequest, Message, canonical, read_request
 from calls.replies import PROTOCOLS, error_body, write_event
 from inference.io_struct import EngineError, ModelResponse
 
@@ -122,7 +122,7 @@ def sent_back(name: str, reply: dict[str, Any]) -> Message:
     if name == "chat/completions":
         return normal(reply["choices"][0]["message"])
     if name == "responses":
-        return parse({"messages": reply["output"]}, lambda _: None).messages[0]
+        return read_request({"messages": reply["output"]}, lambda _: None).messages[0]
     return normal({"role": "assistant", "content": reply["content"]})
 
 

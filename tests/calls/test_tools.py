@@ -10,14 +10,14 @@ import pytest
 from conftest import ROOT, SGLANG
 from harness import said, tool
 
-from calls.tools import find_parser, opening, parse, split_calls
+from calls.tools import find_parser, opening, read_answer, split_calls
 from inference.fields import Refusal
 
 TOOLS = [tool("f"), tool("g")]
 
 
 def read(text: str, tools: list = TOOLS, parser: Any = split_calls) -> dict[str, Any]:
-    return parse(text, tools, "ab12", parser)
+    return read_answer(text, tools, "ab12", parser)
 
 
 def call(name: str = "f", arguments: str = "{}") -> str:
@@ -61,7 +61,7 @@ def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
 def test_reasoning_that_does_not_end_is_the_answer_if_the_answer_has_ended() -> None:
     """The prompt has begun it, and the model has answered without."""
     for text, message in (("<think>\n42", said("42")), ("<think>" + MARKED, said("", MARKS))):
-        assert parse(text, TOOLS, "ab12", ended=True) == message
+        assert read_answer(text, TOOLS, "ab12", ended=True) == message
         assert read(text)["content"] == ""
 
 
@@ -156,14 +156,14 @@ import launch  # replaces modules that SGLang imports but does not need on a CPU
 from transformers import AutoTokenizer
 from inference.io_struct import GenerationHyperparameters
 from calls.prompts import read_text
-from calls.tools import find_parser, opening, parse
+from calls.tools import find_parser, opening, read_answer
 tokenizer, tools, said = AutoTokenizer.from_pretrained(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5])
 for form, text in said:
     parser = find_parser(form)
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     gconfig = GenerationHyperparameters(stop_token_ids=[tokenizer.eos_token_id])
     read = read_text(tokenizer, tokens, gconfig, keep_special=True)
-    print(json.dumps(parse(read, tools, "ab12", parser)))
+    print(json.dumps(read_answer(read, tools, "ab12", parser)))
     try:
         opening("f", tools, "", parser)
     except ValueError as error:

@@ -84,7 +84,7 @@ class World:
         for i, data in self.state.order.items():
             since = f"runs since version {self.started.get(i)}"
             parts.append(f"group {i} {since if data is None else f'has tokens of {tuple(data)}'}")
-        dropped = self.state.manager.get_stats().dropped
+        dropped = self.state.gate.get_stats().dropped
         counts = {"rejected": self.rejections, "dropped": dropped, "kills": self.kills}
         return "; ".join(parts + [f"{name}: {n}" for name, n in counts.items() if n])
 
@@ -124,12 +124,12 @@ class DispatchMachine:
     def build(self, world: World) -> None:
         """A process that has just started."""
         b = self.bounds
-        manager = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
+        gate = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
         world.state = self.dispatcher.DispatchState(
-            manager, lambda group: group.oldest, self.mode, without_older, 10**6
+            gate, lambda group: group.oldest, self.mode, without_older, 10**6
         )
         world.cursor = self.Cursor()
-        start = {"_next_id": 0, "_closed": frozenset(), "gate": manager}
+        start = {"_next_id": 0, "_closed": frozenset(), "gate": gate}
         vars(world.cursor).update(start, dispatcher=world.state)
         world.started, world.drawn = {}, 0
 
@@ -145,7 +145,7 @@ class DispatchMachine:
                 if world.rejections < b.rejections:
                     yield "reject", task_id
                     yield "fail", task_id
-            elif state.manager.get_stats().withdrawn < b.withdrawals:
+            elif state.gate.get_stats().withdrawn < b.withdrawals:
                 yield "withdraw", task_id
         if world.training:
             yield ("version",)
@@ -181,7 +181,7 @@ class DispatchMachine:
         world.submitted += 1
         [task] = state.start()
         world.started[task.task_id] = world.version
-        stat, b = state.manager.get_stats(), self.bounds
+        stat, b = state.gate.get_stats(), self.bounds
         if stat.accepted + stat.running > (b.eta + world.version + 1) * b.batch:
             raise Broken("gate", f"a group starts at version {world.version}: {stat}")
 
@@ -243,16 +243,16 @@ class DispatchMachine:
             raise Broken("restart", f"{world.state.may_start()} groups may start at {version}")
 
     def copy(self, world: World) -> World:
-        new, state, manager = clone(world), clone(world.state), clone(world.state.manager)
+        new, state, gate = clone(world), clone(world.state), clone(world.state.gate)
         new.started, new.state, new.cursor = dict(world.started), state, clone(world.cursor)
         state.pending, state.order = state.pending.copy(), state.order.copy()
         state.rejected = state.rejected.copy()
-        state.manager, manager.version_provider, manager._stat = manager, new, clone(manager._stat)
-        new.cursor.gate, new.cursor.dispatcher = manager, state
+        state.gate, gate.version_provider, gate._stat = gate, new, clone(gate._stat)
+        new.cursor.gate, new.cursor.dispatcher = gate, state
         return new
 
     def key(self, world: World) -> Hashable:
-        cursor, stat = world.cursor, world.state.manager.get_stats()
+        cursor, stat = world.cursor, world.state.gate.get_stats()
         groups = [data or world.started[i] for i, data in world.state.order.items()]
         ended = stat.accepted, stat.rejected, stat.dropped, stat.withdrawn
         counts = stat.enqueued, stat.running, ended, world.submitted
@@ -269,7 +269,7 @@ class DispatchMachine:
         return now, spent, version, beyond, numbers, ahead
 
     def check(self, world: World) -> None:
-        stat, b, order = world.state.manager.get_stats(), self.bounds, world.state.order
+        stat, b, order = world.state.gate.get_stats(), self.bounds, world.state.order
         finished = [data for data in order.values() if data is not None]
         ended = stat.accepted + stat.rejected + stat.dropped + stat.withdrawn
         consumed = (world.version - world.slips + world.training) * b.batch

@@ -46,13 +46,13 @@ def test_groups_are_spread_evenly(first: int, groups: int, count: int):
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
     """Version 7 is right for a request that was sent before the first token of version 8 came."""
     servers = Servers([A, B])
-    servers.check_versions(A, [7], sent_after=7)
-    servers.check_versions(B, [7, 8], sent_after=7)
-    servers.check_versions(A, [7], sent_after=7)
-    servers.check_versions(A, [], sent_after=8)
+    servers.check_versions(A, [7], at_least=7)
+    servers.check_versions(B, [7, 8], at_least=7)
+    servers.check_versions(A, [7], at_least=7)
+    servers.check_versions(A, [], at_least=8)
     assert servers.newest == 8
     with pytest.raises(EngineError, match="version 7 instead of 8 to inf: was it restarted"):
-        servers.check_versions(A, [7, 8], sent_after=8)
+        servers.check_versions(A, [7, 8], at_least=8)
 
 
 def test_failing_servers_are_all_named() -> None:

@@ -42,13 +42,13 @@ class Stage:
 
     def __init__(self, eta: int = 0, batch: int = 2, concurrent: int = 100, **options: Any) -> None:
         self.version = 0
-        self.manager = StalenessManager(self, concurrent, batch, eta)
+        self.gate = StalenessManager(self, concurrent, batch, eta)
         self.events: list[tuple[str, int]] = []
         self.cleaned_up: list[int] = []
         self._started: queue.Queue[int] = queue.Queue()
         self._outcomes: dict[int, Future] = {}
         options = {"trace": lambda *event: self.events.append(event)} | options
-        self.state = DispatchState(self.manager, lambda group: group.version, **options)
+        self.state = DispatchState(self.gate, lambda group: group.version, **options)
         self.dispatcher = BatchTaskDispatcher(self._episode, self.state)
 
     def get_version(self) -> int:
@@ -86,7 +86,7 @@ class Stage:
 
     def new_version(self, version: int) -> None:
         self.version = version
-        self.dispatcher.on_new_version()
+        self.dispatcher.resume()
 
     def take(self, number: int, timeout: float | None = DEADLINE) -> list[int]:
         return [group.task_id for group in self.dispatcher.wait_results(number, timeout)]
@@ -152,7 +152,7 @@ def test_a_new_version_alone_wakes_producer_and_trainer(make_stage, background):
     stage.finish(0, 1)
     assert stage.take(1) == [0]
     waiting = background(stage.take, 1, None)
-    assert stage.manager.get_capacity() == 0
+    assert stage.gate.get_capacity() == 0
     stage.new_version(1)
     assert waiting.result(DEADLINE) == [1]
 
@@ -166,7 +166,7 @@ def test_pause_starts_nothing_and_resume_goes_on(make_stage):
     stage.submit(1)
     stage.finish(0)
     assert stage.take(1) == [0]
-    assert stage.manager.get_stats() == RolloutStat(enqueued=1, accepted=1)
+    assert stage.gate.get_stats() == RolloutStat(enqueued=1, accepted=1)
     stage.dispatcher.resume()
     assert stage.started(1) == [1]
 
@@ -179,7 +179,7 @@ def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
     stage = make_stage(eta=1, batch=2)
     stage.finish(*range(4))
     assert len(stage.dispatcher.active_submit_and_wait(prompts(), 2)) == 2
-    assert stage.manager.get_stats().enqueued == stage.manager.get_pending_limit() == 4
+    assert stage.gate.get_stats().enqueued == stage.gate.get_pending_limit() == 4
     stage.started(4)
     stage.new_version(1)
     assert stage.started(2) == [4, 5]
@@ -221,7 +221,7 @@ def test_one_success_ends_a_row_of_failures(make_stage):
         stage.reject(task_id + 1)
     stage.submit(*range(22))
     assert stage.take(2) == [0, 21]
-    assert stage.manager.get_stats() == RolloutStat(accepted=2, rejected=20, failed=10)
+    assert stage.gate.get_stats() == RolloutStat(accepted=2, rejected=20, failed=10)
 
 
 # ---- one task
@@ -238,7 +238,7 @@ def test_wait_for_one_task(make_stage):
         stage.wait_for(1)
     stage.finish(0, 2)
     assert stage.take(2) == [0, 2]
-    assert stage.manager.get_stats() == RolloutStat(accepted=2, withdrawn=1)
+    assert stage.gate.get_stats() == RolloutStat(accepted=2, withdrawn=1)
 
 
 # ---- failures and the end of a run
@@ -316,7 +316,7 @@ def test_whatever_an_episode_raises_is_its_own_failure(make_stage, error):
     stage.dispatcher.task_factory = factory
     stage.submit(0, 1)
     assert stage.wait_for(0) is None
-    assert stage.manager.get_stats() == RolloutStat(running=1, rejected=1, failed=1)
+    assert stage.gate.get_stats() == RolloutStat(running=1, rejected=1, failed=1)
     stage.finish(1)
     assert stage.take(1) == [1]
 
@@ -342,7 +342,7 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
         waiting.result(DEADLINE)
     assert sorted(stage.cleaned_up) == [0, 1]
     assert not stage.dispatcher.thread.is_alive()
-    assert stage.manager.get_stats() == RolloutStat(enqueued=1, running=2), "a stop fails nothing"
+    assert stage.gate.get_stats() == RolloutStat(enqueued=1, running=2), "a stop fails nothing"
     assert all(isinstance(task.exception(), SystemExit) for task in exiting)
     with pytest.raises(RuntimeError, match="destroyed"):
         stage.submit(3)

@@ -269,7 +269,7 @@ class Play:
     def __init__(self) -> None:
         self.kv: list[list[tuple[int, str]]] = [[] for _ in range(3)]  # per slot (token, version)
         self.scheduler = Scheduler(self, "0", str)
-        self.scheduler.worth = 2
+        self.scheduler.least_shared = 2
         self.requests: list[Sequence] = []
         self.tags: dict[str, list[str]] = {}  # by request: the version of each output token
         self.lengths: dict[str, int] = {}  # by request: its output's length when it ended
