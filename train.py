@@ -7,10 +7,10 @@
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
 `start_rollout` makes the parts in the order in which data flows. `train_step` shows the batch and
-its shapes, the three policies, the update and the push of the weights. `run` holds the
-configuration, inputs and processes (run/start.py). It also holds the parts made here: engine,
-executor, actor and ref. `run.call(event, ...)` calls the method `event` of every callback, which
-observes the run (extras/). Your own script can call `PPOTrainer(config).train(workflow=MyAgent)`.
+its shapes, the three policies, the update and the push of the weights. `run` (run/start.py) holds
+the configuration, inputs and processes, and the parts made here: engine, executor, actor and ref.
+`run.call(event, ...)` calls the method `event` of every callback, which observes the run (extras/).
+Your own script can call `PPOTrainer(config).train(workflow=MyAgent)`.
 
 The servers generate while the trainer trains. Here a batch has B = 2 prompt groups. With eta = 1
 (max_head_offpolicyness), a trained token is at most one version old:

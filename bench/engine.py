@@ -137,7 +137,7 @@ def compare_groups(model: Any, tiny: Model, vocab: int, new: int) -> None:
     batch = [ids for ids in groups for _ in range(MEMBERS)]
     print()
     for tokens in (1, new):
-        each, once = run(tiny, batch, tokens, worth=10**9), run(tiny, batch, tokens)
+        each, once = run(tiny, batch, tokens, least_shared=10**9), run(tiny, batch, tokens)
         generate = by_generate(model, batch, tokens)
         print(
             f"{GROUPS} groups of {MEMBERS}, {tokens} new tokens: generate {generate:.2f} s, engine "

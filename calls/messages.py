@@ -1,6 +1,6 @@
 """Bring requests of three protocols into one form.
 
-`parse` turns a JSON body into an AgentRequest, whose messages have the form that chat templates and
+`read_request` turns a JSON body into an AgentRequest, with messages in the form that templates and
 the tree read:
 
     {"role": "assistant", "content": "Let me see.", "tool_calls":
@@ -22,7 +22,7 @@ begins a new conversation.
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** are used, or refused if UNSUPPORTED names them. Others are ignored. Images, files and
-unknown blocks become a placeholder: they stay in later calls, so a refusal would repeat.
+unknown blocks become a placeholder: later calls contain them, so all would be refused.
 """
 
 import contextlib

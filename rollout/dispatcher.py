@@ -209,7 +209,7 @@ class BatchTaskDispatcher:
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, tasks: Iterator[Any], batch_size: int) -> list[Any]:
-        """Draw from the endless `tasks` as many as the gate admits, and return a batch."""
+        """Keep (eta + 1) B of the endless `tasks` pending, and return a batch."""
 
         def take() -> list[Any]:
             batch = self.state.take(batch_size)

@@ -16,8 +16,8 @@ A sample keeps the arguments of the `prepare_batch` call that drew it.
 consumed, rejected, dropped or withdrawn. If positions 0 to 7 were drawn and 0 to 3 trained on, the
 checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again, and then 8.
 
-`submit` also uses up ids. If a run called it or used two dataloaders, the positions are wrong after
-a restart. If other groups fill the gate, rollout_batch waits for ever.
+`submit` takes ids, too. So if a run calls it, or uses two dataloaders, a restart finds wrong
+positions. If other groups fill the gate, rollout_batch waits for ever.
 """
 
 import asyncio

@@ -16,10 +16,10 @@ and the next turn of a conversation differ only in the number of these tokens.
 *The cache* has slots of one length (`fit`), not blocks as in SGLang. So a step reads its keys as a
 view of the cache. A prefix that two sequences share is copied once (.24 ms for 145 tokens).
 
-*Bits.* On a CPU in float32, a row's logits do not depend on the other rows. But torch picks a
-kernel by the matrices' shapes, and two kernels can add in different orders. Four rules keep the
-order. Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`,
-`attend`). A prompt is fed in multiples of 8 tokens. `key_length` rounds up the number of keys.
+*Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
+the matrices' shapes, and two kernels can add in different orders, so four rules keep the order.
+Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`, `attend`). A
+prompt is fed in multiples of 8 tokens. `key_length` rounds up the number of keys.
 
 *bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
 CPU, keys that all rows share are read once (`attend_apart`). On a GPU, decodes are CUDA graphs.
