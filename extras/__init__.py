@@ -41,9 +41,11 @@ def read_records(path: Path) -> list[Record]:
 def read_config(folder: Path) -> Any:
     """Return the recorded configuration as nested namespaces. An old run may lack keys, and a
     damaged file gives none."""
-    path, keys = folder / "config.yaml", {}
-    with suppress(yaml.YAMLError):
-        keys = yaml.safe_load(path.read_text(errors="replace") if path.is_file() else "")
+    path = folder / "config.yaml"
+    keys = {}
+    if path.is_file():
+        with suppress(yaml.YAMLError):
+            keys = yaml.safe_load(path.read_text(errors="replace"))
     return json.loads(json.dumps(keys or {}), object_hook=lambda group: SimpleNamespace(**group))
 
 

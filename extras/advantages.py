@@ -50,7 +50,8 @@ def gae(
     batch: Batch, *, gamma_lambda: float = 0.99, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
     """GAE (1506.02438) without a critic: earlier tokens of a turn get a smaller share of its A."""
-    A, turn_of = base(batch, **keys), number_turns(batch)[2]
+    A = base(batch, **keys)
+    turn_of = number_turns(batch)[2]
     # A_t = (gamma lambda)^(last - t) A
     last = torch.bincount(turn_of).cumsum(0)[turn_of] - 1  # (M,)
     A[batch["loss_mask"] > 0] *= gamma_lambda ** (last - torch.arange(len(turn_of)))
@@ -59,7 +60,8 @@ def gae(
 
 def with_costs(batch: Batch, costs: Tensor, base: Advantages, **keys: Any) -> Tensor:
     """Subtract `costs` (N,) from the turns' rewards, and return the new advantages."""
-    rewards, trained = batch["turn_rewards"].clone(), batch["loss_mask"] > 0
+    trained = batch["loss_mask"] > 0
+    rewards = batch["turn_rewards"].clone()
     rewards[trained] -= costs[number_turns(batch)[2]]
     changed = batch | {"turn_rewards": rewards}
     A = base(changed, **keys)
@@ -143,5 +145,6 @@ def informative(trajectory: Batch) -> bool:
     """DAPO's dynamic sampling, for should_accept_fn: accept a group if, for some k, the rewards of
     its k-th turns differ. In other groups every advantage is 0."""
     trained = trajectory["loss_mask"] > 0
-    turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]
+    turns = trajectory["turn_ids"][trained]
+    rewards = trajectory["turn_rewards"][trained]
     return any(bool((rewards[turns == k] != rewards[turns == k][0]).any()) for k in turns.unique())

@@ -20,19 +20,22 @@ SHOWN = 3  # conversations
 
 class BeforeAfter:
     def __init__(self, config: Any) -> None:
-        self.path, self.run = config.valid_dataset.path, None
+        self.run: Any = None  # stays None on the other ranks
 
     def on_start(self, run: Any) -> None:
         if run.rank:
             return
-        self.run, self.file, inputs = run, run.run_dir / "eval_base.json", run.inputs
-        inputs.validation = inputs.validation or load_dataset(self.path, inputs.task, "valid")
+        self.run = run
+        self.file = run.run_dir / "eval_base.json"
+        inputs = run.inputs
+        path = run.config.valid_dataset.path
+        inputs.validation = inputs.validation or load_dataset(path, inputs.task, "valid")
         if not self.file.exists():
             print(f"evaluating the base model: {len(inputs.validation)} held-out prompts")
             self.file.write_text(json.dumps(evaluate(run.executor, inputs)))
 
     def on_end(self, error: BaseException | None) -> None:
-        run: Any = self.run
+        run = self.run
         if error is not None or run is None:
             return
         # The last step may have evaluated the same weights.
@@ -50,11 +53,13 @@ class BeforeAfter:
                     print(f"  {title:6} {row['reward']:.1f}  {as_line(row['completion'])}")
         print()
         for title, found in (("before", json.loads(self.file.read_text())), ("after", after)):
-            text = "success on held-out prompts {}: {eval_success:.3f} ({eval_success_low:.3f} to"
-            text += " {eval_success_high:.3f}, {eval_episodes} episodes)"
-            for key in (key for key in found if key.startswith("eval_pass_at_")):
-                text += f", pass@{key.rpartition('_')[2]} {found[key]:.3f}"
-            print(text.format(title, **found), flush=True)
+            line = f"success on held-out prompts {title}: {found['eval_success']:.3f}"
+            line += f" ({found['eval_success_low']:.3f} to {found['eval_success_high']:.3f}"
+            line += f", {found['eval_episodes']} episodes)"
+            for key, share in found.items():
+                if key.startswith("eval_pass_at_"):
+                    line += f", pass@{key.rpartition('_')[2]} {share:.3f}"
+            print(line, flush=True)
 
 
 def as_line(text: str) -> str:

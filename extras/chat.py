@@ -64,7 +64,7 @@ def main(words: list[str]) -> int:
     config = read_config(folder)
     try:
         model = max((folder / "checkpoints").glob("step*[0-9]"))  # a kill may leave step*.partial
-        most = config.gconfig.max_new_tokens
+        max_new_tokens = config.gconfig.max_new_tokens
     except (ValueError, AttributeError):
         hint = "give the folder of a run that has checkpoints (one is written at its end)"
         print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
@@ -81,9 +81,9 @@ def main(words: list[str]) -> int:
         print(f"its tools and turns: {shlex.join(command)}")
     key = secrets.token_urlsafe()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)
+    gconfig = GenerationHyperparameters(max_new_tokens=max_new_tokens, greedy=True)
     messages: list[dict] = []
-    asked = agent(**kwargs) if hasattr(agent, "converse") else None
+    tool_user = agent(**kwargs) if hasattr(agent, "converse") else None
     with ExitStack() as stack, asyncio.Runner() as runner:
         engine = RemoteInfEngine([start_server(stack, str(model), key)], key=key)
         engine.initialize()
@@ -95,18 +95,18 @@ def main(words: list[str]) -> int:
             if unknown := unknown_words(tokenizer, line):
                 print(f"the model does not know: {', '.join(unknown)}", flush=True)
                 continue
-            if asked:
-                runner.run(show(asked.converse(client, line)))
+            if tool_user:
+                runner.run(show(tool_user.converse(client, line)))
                 continue
             messages.append({"role": "user", "content": line})
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             try:
-                found = runner.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
+                response = runner.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
             except EngineError as error:
                 print(f"error: {error}; the next line begins a new conversation", flush=True)
                 messages.clear()
                 continue
-            text = tokenizer.decode(found.output_tokens, skip_special_tokens=True)
+            text = tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
             print(printable(text), flush=True)
     return 0

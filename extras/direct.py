@@ -28,7 +28,8 @@ class ArealOpenAI(openai.AsyncOpenAI):
         proxy = Proxy(engine, tokenizer, secrets.token_urlsafe(), **options)
         session = proxy.start(task_id)
         self.cache = cache = session.cache
-        self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward
+        self.set_reward = cache.set_reward
+        self.set_last_reward = cache.set_last_reward
         self.apply_reward_discount = session.apply_reward_discount
         self.export_interactions = cache.export_interactions
         transport = sdk_http.ASGITransport(create_app(proxy))

@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean, median
@@ -38,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 from engine import EngineError
 from extras import Record, append_record, printable, read_config, read_records
 from inference.io_struct import ModelResponse, parse_segment, probe
-from training.ranks import share as share_with_ranks
+from training.ranks import share
 
 # The largest rounding error of a log-probability, in nats.
 ROUNDING = {"float32": 1e-3, "bfloat16": 1.0}
@@ -72,7 +71,7 @@ class Rule(NamedTuple):
     text: str
 
 
-def share(lines: list[Record], part: str, *whole: str) -> float:
+def fraction(lines: list[Record], part: str, *whole: str) -> float:
     total = sum(line[metric] for line in lines for metric in whole)
     return sum(line[part] for line in lines) / total if total else 0.0
 
@@ -83,7 +82,8 @@ def is_solved(lines: list[Record]) -> bool:
 
 def entropy_fall(lines: list[Record], config: Any) -> float:
     """The lowest entropy of the first five lines / the highest of the last two; 0 if solved."""
-    before, after = (f(m["entropy"] for m in x) for f, x in ((min, lines[:5]), (max, lines[-2:])))
+    before = min(m["entropy"] for m in lines[:5])
+    after = max(m["entropy"] for m in lines[-2:])
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
 
 
@@ -105,8 +105,8 @@ def steps_without_correction(lines: list[Record], config: Any) -> int:
 
 def failed_share(lines: list[Record], config: Any) -> float:
     """The share of episodes that raised. If a group failed, all its members count."""
-    members = share(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
-    return share(lines, "failed", "accepted", "rejected") + members
+    members = fraction(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
+    return fraction(lines, "failed", "accepted", "rejected") + members
 
 
 def is_constant(lines: list[Record], config: Any) -> bool:
@@ -200,7 +200,7 @@ RULES = (
     Rule(
         "truncated",
         5,
-        lambda m, c: share(m, "truncated", "rows"),
+        lambda m, c: fraction(m, "truncated", "rows"),
         0.75,  # in a healthy maze, up to half of a beginner's walks
         "Three quarters of the rows end at the length limit, so the rewards judge unfinished "
         "answers. Raise gconfig.max_new_tokens, or find out why answers do not end (often because "
@@ -227,7 +227,7 @@ RULES = (
     Rule(
         "rejection",
         3,
-        lambda m, c: share(m, "rejected", "accepted", "rejected"),
+        lambda m, c: fraction(m, "rejected", "accepted", "rejected"),
         0.8,
         "Most prompt groups are rejected, so most of the generation is thrown away, and a step may "
         "never end. Look at should_accept_fn, and find out why the workflow returns None (with an "
@@ -253,7 +253,7 @@ RULES = (
     Rule(
         "waiting",
         10,
-        lambda m, c: share(m, "rollout_wait_s", "step_s"),
+        lambda m, c: fraction(m, "rollout_wait_s", "step_s"),
         0.9,
         "The trainer waits for generation nearly all of the time. Raise "
         "rollout.max_concurrent_rollouts or server.count, or raise rollout.max_head_offpolicyness "
@@ -290,7 +290,8 @@ def describe(step: int, rule: str, measured: str) -> Record:
 
 def bottleneck(lines: list[Record]) -> str:
     """What limits the speed, and what to change."""
-    waited, trained = (share(lines[-10:], part, "step_s") for part in ("rollout_wait_s", "train_s"))
+    waited = fraction(lines[-10:], "rollout_wait_s", "step_s")
+    trained = fraction(lines[-10:], "train_s", "step_s")
     shares = f"waiting {waited:.0%}, training {trained:.0%} of the last steps"
     if waited > trained:
         remedy = "raise rollout.max_concurrent_rollouts, server.count or max_head_offpolicyness"
@@ -380,7 +381,7 @@ class Canary:
         logp = self.actor.compute_logp(batch | {"temperatures": torch.ones(ids.shape)})
         return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
-    def _read_answers(self) -> list[ModelResponse]:
+    def read_answers(self) -> list[ModelResponse]:
         if self.asked is not None:
             with suppress(EngineError):
                 return [parse_segment(answer) for answer in self.asked.result()]
@@ -389,7 +390,7 @@ class Canary:
     def finish(self) -> dict[str, float]:
         """Metrics of the last update, or {} if the new or earlier answer is missing. All ranks call
         this."""
-        now = share_with_ranks(self._read_answers)
+        now = share(self.read_answers)
         last, self.answers = self.answers, now or self.answers
         if not (now and self.scores):
             return {}
@@ -448,7 +449,8 @@ def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None
     answered = threading.Event()
     loop.call_soon(answered.set)
     suspects: list[FrameType] = []
-    looks, begin = 0, 0.0
+    looks = 0
+    begin = 0.0
     machinery = sys.modules[type(loop).__module__].__file__ or ""
     while not answered.wait(TICK) and loop.thread.is_alive() and not over.is_set():
         frames = own_frames(loop.thread, machinery)
@@ -473,13 +475,15 @@ class Doctor:
     strict = False
 
     def __init__(self, config: Any) -> None:
-        self.config, self.path = config, config.run_dir / "doctor.jsonl"
+        self.config = config
+        self.path = config.run_dir / "doctor.jsonl"
         # A run that continues does not repeat its findings.
         self.said = {finding.get("rule") for finding in read_records(self.path)}
         self.over = threading.Event()
 
     def on_start(self, run: Any) -> None:
-        self.run, self.step = run, run.step
+        self.run = run
+        self.step = run.step
         self.canary = Canary(run.actor, run.engine)
         if run.rank == 0:
             threading.Thread(target=self.watch, name="doctor", daemon=True).start()
@@ -516,18 +520,21 @@ class Doctor:
     def watch(self) -> None:
         """Look at the running step every second, until the run ends."""
         executor = self.run.executor
-        step, before = self.step, asdict(executor.stats)
+        step = self.step
+        before = executor.stats
         while not self.over.wait(1.0) and executor.dispatcher.thread.is_alive():
             found = []
             if where := find_blocker(executor.dispatcher, BLOCKED_SECONDS, self.over):
                 measured = f"{BLOCKED_SECONDS:g} s in {where}"
                 found = [describe(self.step + 1, "blocked_loop", measured)]
-            now = asdict(executor.stats)
+            now = executor.stats
             if step != self.step:
                 step, before = self.step, now
-            line = {"step": step + 1} | {k: now[k] - before[k] for k in ("accepted", "rejected")}
-            if line["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                found += examine([line] * 3, self.config)
+            rejected = now.rejected - before.rejected
+            if rejected >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
+                accepted = now.accepted - before.accepted
+                line = {"step": step + 1, "accepted": accepted, "rejected": rejected}
+                found += examine([line] * 3, self.config)  # the rule `rejection` needs three
             try:
                 self.report(found)
             except Unhealthy as error:

@@ -12,6 +12,7 @@ import copy
 import importlib
 import os
 import time
+from itertools import count
 from typing import Any
 
 from cache import finite
@@ -24,14 +25,16 @@ from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
     """Run the agent on every validation prompt. Its model answers at evaluator.base_url."""
-    agent, url = inputs.evaluated, config.evaluator.base_url
+    agent = inputs.evaluated
+    url = config.evaluator.base_url
     if isinstance(agent, RolloutWorkflow):
         raise ConfigError("evaluator.base_url is for agents, and this is a RolloutWorkflow")
     key = os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
     os.environ["OPENAI_BASE_URL"] = str(url)  # for clients that an agent makes without arguments
     limit = config.rollout.openai.episode_timeout_seconds
+    places = asyncio.Semaphore(config.concurrent_groups)
 
-    async def play(i: int, sample: dict[str, Any], places: asyncio.Semaphore) -> float | None:
+    async def play(i: int, sample: dict[str, Any]) -> float | None:
         workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
         try:
             async with places, asyncio.timeout(limit):
@@ -44,10 +47,8 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
             return None
 
     async def play_all() -> list[float | None]:
-        places = asyncio.Semaphore(config.concurrent_groups)
         samples = inputs.validation * config.evaluation_gconfig.n_samples
-        plays = (play(i, sample, places) for i, sample in enumerate(samples))
-        return await asyncio.gather(*plays)
+        return await asyncio.gather(*map(play, count(), samples))
 
     return describe(asyncio.run(play_all()), inputs)
 

@@ -51,7 +51,8 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
 
 
 def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
-    row, tokens = turn.to_lists(), turn.tokens
+    row = turn.to_lists()
+    tokens = turn.tokens
     reward = "no reward" if turn.reward is None else f"reward {turn.reward:.2f}"
     sizes = f"{tokens.input_len} + {tokens.output_len} tokens, {sum(row['loss_mask'])} trained"
     if tokens.temperature != 1:
@@ -90,20 +91,23 @@ def main(argv: list[str] | None = None) -> int:
     add("--mode", choices=["inline", "subproc"], default="inline", help="where the agent runs")
     add("--discount", type=float, default=1.0, help="gamma in R = r + gamma * mean R(children)")
     args = parser.parse_args(argv)
-    key, code = secrets.token_urlsafe(), 2
+    key = secrets.token_urlsafe()
+    code = 2
     proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
     with ExitStack() as stack:
         try:
-            args.model_path = fetch(args.model_path)
+            model = fetch(args.model_path)
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
             task = sys.modules.get(args.agent.rpartition(".")[0])
-            prepare, dataset = getattr(task, "prepare", dict), getattr(task, "dataset", None)
+            prepare = getattr(task, "prepare", dict)
+            dataset = getattr(task, "dataset", None)
             sample: Any = args.data or (prepare(dataset()[0]) if dataset else {})
             code = 1  # the command line was right
-            server = args.server or start_server(stack, args.model_path, key)
-            words = command("proxy", "--model-path", args.model_path, "--server", server)
+            server = args.server or start_server(stack, model, key)
+            words = command("proxy", "--model-path", model, "--server", server)
             keys = {"POCKET_AREAL_ADMIN_KEY": key}
-            keys |= {} if args.server else {"POCKET_AREAL_SERVER_KEY": key}
+            if not args.server:
+                keys["POCKET_AREAL_SERVER_KEY"] = key
             workflow.proxy_addr = start(stack, Child("proxy", words, variables=keys))
             interactions = asyncio.run(workflow.arun_episode(None, sample))
         except (Exception, SystemExit) as error:  # whatever an agent raises

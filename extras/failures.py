@@ -42,7 +42,8 @@ class Failures(logging.Handler):
     def __init__(self, config: Any) -> None:
         super().__init__(logging.WARNING)
         self.path = config.run_dir / "logs" / "failures.log"
-        self.counts, self.first = Counter[Any](), dict[Any, str]()
+        self.counts = Counter[Any]()
+        self.first = dict[Any, str]()
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -48,7 +48,8 @@ def gspo(
 ) -> Result:
     """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. This
     mean is close to 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
-    mask, prox = loss_mask.bool(), prox_logp.detach()
+    mask = loss_mask.bool()
+    prox = prox_logp.detach()
     # log u = 1/n sum_t log u_t
     log_u = over_rows(log_ratio(logp, prox, mask), mask, sequence_ids, "mean")
     tensors = (prox + log_u, prox, old_logp, advantages, loss_mask)
@@ -70,7 +71,9 @@ def cispo(
     """CISPO (2506.13585): the clipped u multiplies the gradient of log pi_theta as a constant. So a
     clipped token keeps its gradient, and a rare but useful word can become likelier. The lower
     bound is usually switched off (actor.eps_clip=1)."""
-    mask, here, prox_logp = loss_mask.bool(), logp.detach(), prox_logp.detach()
+    mask = loss_mask.bool()
+    here = logp.detach()
+    prox_logp = prox_logp.detach()
     u = log_ratio(here, prox_logp, mask).exp()
     factor = clip(u, eps_clip, eps_clip_higher)
     # With pi_theta in place of pi_prox, u is 1, and its gradient is that of log pi_theta.
@@ -129,12 +132,13 @@ def reject(
     """Leave out rows whose w is far from 1 (verl, rollout correction). Either the geometric mean is
     outside 1/c to c (c = `geometric_mean`), or a token has w < veto or (log w)^2 / 2 > k2. The mean
     stays near 1 however long the row is, so choose c near 1, such as 1.01."""
-    mask, keys["sequence_ids"] = loss_mask.bool(), sequence_ids
+    mask = loss_mask.bool()
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)
     bad |= over_rows(log_w.square() / 2, mask, sequence_ids, "amax") > k2
     bad |= over_rows(log_w, mask, sequence_ids, "amin").exp() < veto
-    return leave_out(bad, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
+    tensors = (logp, prox_logp, old_logp, advantages)
+    return leave_out(bad, base, *tensors, loss_mask=mask, sequence_ids=sequence_ids, **keys)
 
 
 def truncate(
@@ -151,7 +155,8 @@ def truncate(
 ) -> Result:
     """Truncated importance sampling: w is clamped to floor .. cap. The metric dropped_share
     counts the clamped tokens."""
-    mask, prox = loss_mask.bool(), prox_logp.detach()
+    mask = loss_mask.bool()
+    prox = prox_logp.detach()
     w = log_ratio(prox, old_logp, mask).exp()
     bounded = w.clamp(floor, behave_imp_weight_cap)
     loss, stats = base(logp, prox, prox - bounded.log(), advantages, loss_mask, **keys)
@@ -172,7 +177,8 @@ def row_weight(
 ) -> Result:
     """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1. The
     product ("sum") is exact, but often far from 1 in a long row."""
-    mask, prox = loss_mask.bool(), prox_logp.detach()
+    mask = loss_mask.bool()
+    prox = prox_logp.detach()
     # log w = 1/n sum_t log w_t, or the sum itself
     log_w = over_rows(log_ratio(prox, old_logp, mask), mask, sequence_ids, how).clamp(-20, 20)
     tensors = (logp, prox, prox - log_w, advantages, loss_mask)
@@ -198,7 +204,8 @@ def guess_errors(
         w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))
         return {"logp": prox, "behave_weight": w, "ratio": u}
 
-    truth, errors = quantities(prox_logp), {}
+    truth = quantities(prox_logp)
+    errors = {}
     for name, guess in guesses(old_logp, theta_logp, alpha).items():
         for key, value in quantities(guess).items():
             error = (value - truth[key]).abs()

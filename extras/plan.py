@@ -117,7 +117,9 @@ def step_bytes(
     layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
     neither the embedding nor a last layer tied to it has a gradient.
     """
-    b, tokens, frozen = number_bytes(actor), actor.mb_tokens, actor.frozen_layers
+    b = number_bytes(actor)
+    tokens = actor.mb_tokens
+    frozen = actor.frozen_layers
     layers = shape.num_hidden_layers - frozen  # that learn
     last, root, layer = split_parameters(shape, n)
     learning = root - last if frozen else root
@@ -131,9 +133,9 @@ def step_bytes(
     # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers, the gradient of one, and its
     # float32 copies before and after the ranks' gradients are added.
     middle = b * min(last, learning) + saved + (0 if is_kept else one)
-    # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
     if ranks == 1 and actor.dtype == "float32":  # no FSDP
         return max(head, middle + 2 * b * tokens * mlp_width(shape))
+    # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
     end = max(0 if frozen else 4 * b * last, 8 * learning)
     return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, end)
 
@@ -147,10 +149,11 @@ def estimate_rank(
     config: TrainConfig, shape: Any, n: int, has_head_norms: bool, ranks: int, on_gpu: bool
 ) -> float:
     """GiB that each rank needs if there are `ranks` of them."""
-    actor, device = config.actor, "cuda" if on_gpu else "cpu"
+    actor = config.actor
     kept = kept_bytes(config) * n - 12 * count_frozen(actor, shape, n)
     if actor.frozen_layers:  # a rank keeps the last frozen layer's output for a step's tokens
         kept += step_tokens(config) * number_bytes(actor) * shape.hidden_size
+    device = "cuda" if on_gpu else "cpu"
     step = step_bytes(actor, shape, n, has_head_norms, device, ranks)
     return (kept / ranks + step + CUDA_BYTES * on_gpu) / GIB
 
@@ -162,7 +165,8 @@ def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> fl
     With more GPUs than key heads, several GPUs keep the same head. Raises ConfigError if the heads
     cannot be divided (SGLang, srt/models/qwen2.py).
     """
-    tp, (heads, keys) = config.server.tp_size, count_heads(shape)
+    tp = config.server.tp_size
+    heads, keys = count_heads(shape)
     fits = [k for k in range(1, heads + 1) if heads % k == 0 and max(k, keys) % min(k, keys) == 0]
     if tp not in fits:
         message = f"{tp} does not fit {heads} query and {keys} key heads: use one of {fits}"
@@ -184,7 +188,7 @@ def check_memory(
 
     Without GPUs, all processes share the machine's memory.
     """
-    actor, count = config.actor, config.server.count
+    actor = config.actor
     on_ranks = {
         "lower actor.mb_tokens": True,
         "set actor.gradient_checkpointing=true": not actor.gradient_checkpointing,
@@ -194,7 +198,7 @@ def check_memory(
     }
     on_servers = {
         "lower server.max_total_tokens": True,
-        "lower server.count": count > 1,
+        "lower server.count": config.server.count > 1,
         "raise server.tp_size": config.server.tp_size < len(gpus),
     }
     for gpu in gpus or [""]:
@@ -205,10 +209,10 @@ def check_memory(
         remedies |= on_ranks if any(name.startswith("rank") for name in here) else {}
         helps = [remedy for remedy, is_open in remedies.items() if is_open]
         place = f"GPU {gpu}" if gpus else "this machine"
-        each = ", ".join(f"{name} {gib:.1f}" for name, gib in here.items())
+        parts = ", ".join(f"{name} {gib:.1f}" for name, gib in here.items())
         raise ConfigError(
-            f"too little memory: about {sum(here.values()):.0f} GiB are needed ({each}) and {place}"
-            f" has {have:.0f}. To need less, {', '.join(helps)}, or take a smaller model"
+            f"too little memory: about {sum(here.values()):.0f} GiB are needed ({parts}) and"
+            f" {place} has {have:.0f}. To need less, {', '.join(helps)}, or take a smaller model"
         )
 
 
@@ -228,7 +232,7 @@ def has_own_gpus(servers: list[Child], gpus: list[str]) -> bool:
 
 def check_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]) -> None:
     """Raise ConfigError if weight_update.mode=distributed cannot work."""
-    update, urls = config.weight_update, config.rollout.server_addrs
+    update = config.weight_update
     if update.mode != "distributed":
         return
     if any(server.gpus for server in servers) and not has_own_gpus(servers, gpus):
@@ -236,6 +240,7 @@ def check_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]
             "weight_update.mode=distributed: NCCL refuses GPUs that two processes share:"
             " set weight_update.mode=disk"
         )
+    urls = config.rollout.server_addrs
     away = [url for url in urls if not any(f"//{name}" in url for name in LOOPBACK)]
     if away and update.address in LOOPBACK:
         raise ConfigError(
@@ -244,11 +249,12 @@ def check_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]
         )
 
 
-def check_open_files(config: TrainConfig, limit: int) -> None:
-    """Raise ConfigError if a process may need more than `limit` open files.
+def check_open_files(config: TrainConfig) -> None:
+    """Raise ConfigError if a process may need more open files than this machine allows.
 
     Proxy and trainer each have two connections per running episode.
     """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     needed = 2 * count_episodes(config) + 256
     if needed > limit:
         raise ConfigError(
@@ -331,15 +337,16 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     if config.model_path == "smollm2":  # small enough to be made for a plan
         config.model_path = fetch(config.model_path)
     config.tokenizer_path = config.tokenizer_path or config.model_path
-    is_running = bool(config.rollout.server_addrs)
-    servers = [] if is_running else plan_servers(config, names, "KEY")
-    here, ranks = (int(os.environ.get(key, 1)) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    check_gpus(config, names, here)
+    running = config.rollout.server_addrs
+    servers = [] if running else plan_servers(config, names, "KEY")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    check_gpus(config, names, ranks_here)
     check_update_mode(config, servers, names)
-    check_open_files(config, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    trainers = [Child(f"rank {k}", [], names[k : k + 1]) for k in range(here)]
+    check_open_files(config)
+    trainers = [Child(f"rank {k}", [], names[k : k + 1]) for k in range(ranks_here)]
     ports = [free_port() for _ in servers]
-    urls = [f"http://127.0.0.1:{port}" for port in ports] or config.rollout.server_addrs
+    urls = [f"http://127.0.0.1:{port}" for port in ports] or running
     proxy = plan_proxy(config, urls, "KEY", "KEY", {})
     needs = [(proxy, PROXY_GIB)]
     if shape := find_shape(config.model_path):
@@ -351,7 +358,7 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     print(f"{'process':12}{'GPUs':12}{'GiB':>6}")
     for each in [*trainers, *servers, proxy]:
         print(f"{each.name:12}{','.join(each.gpus) or '-':12}{known.get(each.name, '?'):>6}")
-    for url in config.rollout.server_addrs:
+    for url in running:
         print(f"{'(running)':12}{url}")
     if unused := [gpu for gpu in names if not any(gpu in p.gpus for p in trainers + servers)]:
         keys = "server.count or " * bool(servers) + "torchrun --nproc-per-node"

@@ -68,9 +68,8 @@ def digest(ids: list[int]) -> str:
 
 
 def spans_of(response: ModelResponse) -> Spans:
-    ends = {
-        version: k + 1 for k, version in enumerate(response.output_versions)
-    }  # versions never fall
+    # Versions never fall, so the last token of a version ends its span.
+    ends = {version: end for end, version in enumerate(response.output_versions, 1)}
     return [(version, end, digest(response.output_tokens[:end])) for version, end in ends.items()]
 
 
@@ -87,7 +86,8 @@ class Schedule:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path, self.size = path, 0  # size: bytes read so far
+        self.path = path
+        self.size = 0  # bytes read so far
         self.runs: list[Fact] = []
         self.starts: dict[int, int] = {}  # the version at which each task started
         # the last line of each call, by task and name
@@ -116,7 +116,8 @@ class Schedule:
                 self.steps = {v: tasks for v, tasks in self.steps.items() if v < step}
                 self.version = step
             case {"start": int(task), "version": int(version)}:
-                self.starts[task], self.calls[task] = version, {}
+                self.starts[task] = version
+                self.calls[task] = {}
             case {"call": str(name), "prompt": str(), "spans": spans}:
                 spans = SPANS.validate_python(spans)
                 self.calls[task_of(name)][name] = {**fact, "spans": spans}
@@ -139,12 +140,14 @@ class Schedule:
         Raises ValueError for an impossible step, for which a replay would wait for ever.
         """
         steps = [self.steps.get(v, []) for v in range(min(self.version, len(self.steps) + 1))]
-        used, seen = {task for step in steps for task in step}, set[int]()
+        used = {task for step in steps for task in step}
+        seen = set[int]()
         for version, step in enumerate(steps):
             seen.update(step)
             sound = len(step) == batch_size and len(seen) == batch_size * (version + 1)
             for task in step:
-                start, calls = self.starts.get(task, version + 1), self.calls.get(task, {})
+                start = self.starts.get(task, version + 1)
+                calls = self.calls.get(task, {})
                 spans = [span for call in calls.values() for span in call["spans"]]
                 sound &= task < len(self.starts)  # tasks start in order
                 sound &= all(0 <= start <= v <= version for v in [version, *(v for v, *_ in spans)])
@@ -199,7 +202,8 @@ class Hooks(engine.Hooks):
         if error is not None:
             self.record(**fact, spans=[], failed=getattr(error, "status", None) or CLOSED)
             return
-        known, made = self.recorded.find(req.call), spans_of(response)
+        known = self.recorded.find(req.call)
+        made = spans_of(response)
         if known and made == known["spans"][: len(made)]:
             response.stop_reason = known["stop"] if made == known["spans"] else "abort"
         self.record(**fact, spans=made, stop=response.stop_reason)
@@ -237,11 +241,9 @@ def check(config: Any, folder: str) -> None:
         raise ConfigError(f"no replay: {error}") from error
     if not steps:
         raise ConfigError(f"no replay: {folder} lacks a finished step")
-    keys, now = (
-        {name: value for name, value, _ in list_keys(each)}
-        for each in (load(["--config", f"{folder}/config.yaml"])[0], config)
-    )
-    now |= facts()
+    then = load(["--config", f"{folder}/config.yaml"])[0]
+    keys = {name: value for name, value, _ in list_keys(then)}
+    now = {name: value for name, value, _ in list_keys(config)} | facts()
     differ = {
         f"{key}={value} -> {now.get(key)}"
         for run in recorded.runs
@@ -293,18 +295,24 @@ class Replay:
             self.record(**{name: task}, version=self.run.engine.get_version())
 
     def on_step(self, metrics: Fact) -> None:
+        step = metrics["step"]
         if self.run.rank == 0:
-            self.record(pushed=metrics["step"])
+            self.record(pushed=step)
             if self.replaying:
-                compare(Path(self.replaying), self.run, metrics["step"])
+                compare(Path(self.replaying), self.run.run_dir, step)
+                if step == self.run.last_step:
+                    print(
+                        f"no batch and no model up to step {step} differs from {self.replaying}",
+                        flush=True,
+                    )
 
     def prepare_batch(self, dataloader: Any, **how: Any) -> Any:
         """The batch that the recorded run consumed at this version. Raises Differs."""
         from rollout.executor import cycle
         from rollout.trajectory import concat_padded_tensors
 
-        executor, version = self.run.executor, self.run.engine.get_version()
-
+        executor = self.run.executor
+        version = self.run.engine.get_version()
         # 1. Start what the recorded run started at this version, in the same order.
         starts = self.recorded.starts.items()
         due = [task for task, v in starts if v == version and task in self.step_of]
@@ -325,18 +333,17 @@ class Replay:
             if group is None:
                 raise self.differs(task, "its group is rejected")
             self.running.remove(task)
-            self.on_event("consume", task, {})
+            executor._tell("consume", task)
         return concat_padded_tensors([executor.dispatcher.state.trainable(x) for x in groups])
 
     async def until_generated(self, version: int) -> None:
-        self.own.read()
         while any(self.lacks_tokens(task, version) for task in self.running):
             await asyncio.sleep(POLL)
-            self.own.read()
 
     def lacks_tokens(self, task: int, version: int) -> bool:
         """Whether a token recorded up to `version` is still missing. Raises Differs."""
-        recorded, own = self.recorded.calls[task], self.own.calls.get(task, {})
+        recorded = self.recorded.calls[task]
+        own = self.own.read().calls.get(task, {})
         lacking = False
         for name in recorded | own:
             known = recorded.get(name, {"prompt": "", "spans": []})
@@ -357,14 +364,14 @@ class Replay:
         return Differs(f"{whose} differs: {why}; are agent and server deterministic?")
 
 
-def compare(recorded: Path, run: Any, step: int) -> None:
-    """Compare a step's batch and model with those in the folder `recorded`, if both runs have saved
-    them. Raises Differs."""
+def compare(recorded: Path, repeated: Path, step: int) -> None:
+    """Compare a step's batch and model in the folders of two runs, if both have saved them. Raises
+    Differs."""
     import torch
     from safetensors.torch import load_file
 
     for name in (f"tokens/{step:05d}.safetensors", f"checkpoints/step{step:05d}/model.safetensors"):
-        paths = recorded / name, run.run_dir / name
+        paths = recorded / name, repeated / name
         if all(path.exists() for path in paths):
             before, now = map(load_file, paths)
             try:
@@ -372,8 +379,6 @@ def compare(recorded: Path, run: Any, step: int) -> None:
             except AssertionError as error:
                 first = f"step {step} is the first that differs, in {name}"
                 raise Differs(f"{first}: {error}") from None
-    if step == run.last_step:
-        print(f"no batch and no model up to step {step} differs from {recorded}", flush=True)
 
 
 def main(argv: list[str]) -> Any:

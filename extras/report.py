@@ -70,26 +70,34 @@ def read_timeline(records: list[Record]) -> Record:
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []
-    starts, weights, end = [], [], ""
+    starts = []
+    weights = []
     groups: dict[str, Record] = {}
+    end = ""
     last = 0.0
     for record in records:
-        kind, args = record.get("ph", ""), record.get("args", {})
-        time = (record.get("ts", zero) - zero) / 1e6
-        last = max(last, time + record.get("dur", 0) / 1e6)
+        kind = record.get("ph", "")
+        args = record.get("args", {})
+        at = (record.get("ts", zero) - zero) / 1e6
+        last = max(last, at + record.get("dur", 0) / 1e6)
         if kind == "X":
-            spans.append([record["name"], time, record["dur"] / 1e6])
+            spans.append([record["name"], at, record["dur"] / 1e6])
         elif kind == "M" and args.get("name") == "trainer":
-            starts.append(time)
+            starts.append(at)
         elif kind == "i" and "version" in args:
-            weights.append([time, args["version"]])
+            weights.append([at, args["version"]])
         elif kind == "i":
             end = args.get("error", "")
         elif kind == "b":
-            groups[record["id"]] = {"task": args["task"], "begin": time, "state": "running"}
+            groups[record["id"]] = {"task": args["task"], "begin": at, "state": "running"}
         elif group := groups.get(record.get("id", "")):
-            group |= args | {"e": {"end": time}, "n": {"state": record["name"]}}[kind]
-            group |= {"used": time} if record["name"] == "consume" else {}
+            group |= args
+            if kind == "e":
+                group["end"] = at
+            else:
+                group["state"] = record["name"]
+            if record["name"] == "consume":
+                group["used"] = at
     return {
         "phases": fill_gaps(spans, starts, last),
         "weights": weights,
@@ -117,7 +125,8 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
 
 
 def pack(groups: list[Record], last: float) -> list[Record]:
-    """Give each group the first lane that is free at its start. A running group ends at `last`."""
+    """Give each group its mean reward, and the first lane that is free at its start. A running
+    group ends at `last`."""
     ends: list[float] = []
     for group in sorted(groups, key=lambda group: group["begin"]):
         end = group.setdefault("end", last)
@@ -137,7 +146,8 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 
     The states are those of the default loss (ppo.py) in the last pass over each row.
     """
-    prox, A = batch["prox_logp"], batch["advantages"]
+    prox = batch["prox_logp"]
+    A = batch["advantages"]
     u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
     bounded = clip(u, keys.eps_clip, keys.eps_clip_higher)
     clipped = torch.minimum(u * A, bounded * A) != u * A
@@ -161,8 +171,9 @@ def read_step(
             texts = json.loads((file.metadata() or {}).get("words", "{}"))
     except (SafetensorError, OSError):
         return None
-    step, old = int(path.stem), batch["logprobs"]
+    step = int(path.stem)
     if "prox_logp" not in batch:  # standard PPO, or loglinear
+        old = batch["logprobs"]
         fraction = batch.get("step_fraction", torch.tensor([0.5]))[:, None]  # (B, 1)
         alpha = interpolation(batch["versions"], step - 1, fraction)  # (B, T)
         estimate = loglinear(old, batch["theta_logp"], alpha)
@@ -173,11 +184,13 @@ def read_step(
         rows_of[task].append(row)
     groups = []
     for task, rows in rows_of.items():
-        signal, rewards = bool(batch["advantages"][rows].any()), batch["rewards"][rows].tolist()
+        rewards = batch["rewards"][rows].tolist()
+        signal = bool(batch["advantages"][rows].any())
         groups.append({"task": task, "rewards": rewards, "signal": signal})
     # The first row of every group, then the second of every group, until the budget is spent.
     order = sorted((k, task, row) for task, rows in rows_of.items() for k, row in enumerate(rows))
-    turns, paths = list[Record](), dict[tuple[int, int], list]()
+    turns = list[Record]()
+    paths = dict[tuple[int, int], list]()
     for k, task, row in order:
         real = batch["attention_mask"][row]
         budget -= int(real.sum())
@@ -198,7 +211,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
     A row may continue another row, whose turns are at `above`. Shared turns are not appended again.
     A turn holds what follows its parent turn: new messages, then sampled tokens.
     """
-    ids, states = row["input_ids"], row["states"]
+    ids = row["input_ids"]
+    states = row["states"]
     path = [
         i
         for i in above
@@ -229,7 +243,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
     """A run's data, with `share` of a page's tokens. Raises ValueError if `folder` has no run."""
-    lines, trace = (read_records(folder / name) for name in ("metrics.jsonl", "trace.json"))
+    lines = read_records(folder / "metrics.jsonl")
+    trace = read_records(folder / "trace.json")
     files = sorted(path for path in (folder / "tokens").glob("*.safetensors") if path.is_file())
     if not (lines or trace or files):
         missing = "metrics.jsonl, trace.json and tokens/ are missing"
@@ -276,11 +291,12 @@ def write_page(folders: list[Path], path: Path) -> None:
 class Report(Trace):
     """The callback that writes the trace and the page."""
 
-    seconds, is_first = 0.0, False  # `seconds` spent on reports
+    seconds = 0.0  # spent on reports
+    is_rank_0 = False
 
     def on_start(self, run: Any) -> None:
         super().on_start(run)
-        self.is_first = run.rank == 0
+        self.is_rank_0 = run.rank == 0
 
     def on_step(self, metrics: Record) -> None:
         super().on_step(metrics)
@@ -295,7 +311,7 @@ class Report(Trace):
 
     def write_report(self) -> None:
         """Write the page. If this fails, print why; the run goes on."""
-        if self.is_first:
+        if self.is_rank_0:
             folder = self.path.parent
             try:
                 write_page([folder], folder / "report.html")
@@ -313,7 +329,8 @@ def main(words: list[str]) -> int:
                 "python -m extras.report runs/guess/NAME [OTHER]"
             )
         name = "report" if len(folders) == 1 else f"beside-{folders[1].resolve().name}"
-        write_page(folders, path := folders[0] / f"{name}.html")
+        path = folders[0] / f"{name}.html"
+        write_page(folders, path)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

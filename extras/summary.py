@@ -19,15 +19,15 @@ from inference.io_struct import ModelRequest
 
 class Summary:
     def __init__(self, config: Any) -> None:
-        self.run: Any = None
+        pass
 
     def on_start(self, run: Any) -> None:
         self.run = run
 
     def on_end(self, error: BaseException | None) -> None:
-        run = self.run
-        if error is not None or run is None or run.rank > 0 or not run.history:
+        if error is not None or not self.run.history:  # only rank 0 has a history
             return
+        run = self.run
         history = run.history
         last = fmean(line["success"] for line in history[-5:])
         first = history[0]["success"]
@@ -49,7 +49,8 @@ class Summary:
             print(f"evaluate it:\n  {words}", flush=True)
 
     def ask(self, messages: list[dict]) -> str:
-        run, tokenizer = self.run, self.run.inputs.tokenizer
+        run = self.run
+        tokenizer = run.inputs.tokenizer
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         gconfig = run.config.gconfig.new(n_samples=1, greedy=True)
         response = asyncio.run(run.engine.agenerate(ModelRequest(ids, gconfig=gconfig)))

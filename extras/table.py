@@ -77,7 +77,7 @@ class Table:
         self.config = config
         self.terminal = Terminal()
         self.live: Live | None = None
-        self.phase, self.since = "waiting for groups", time.monotonic()
+        self.enter("waiting for groups")
         self.finished = 0  # groups that wait for a step
 
     def on_start(self, run: Any) -> None:
@@ -101,7 +101,8 @@ class Table:
         if self.run.rank:
             return
         self.enter("waiting for groups")
-        step, earlier = metrics["step"], self.run.history[:-1]
+        step = metrics["step"]
+        earlier = self.run.history[:-1]
         if metrics["side_conversations"] and not any(m["side_conversations"] for m in earlier):
             example = self.text(int(self.batch["side_conversations"].argmax()))[:160]
             which = "side conversation, left out of training (calls/sessions.py)"
@@ -115,7 +116,8 @@ class Table:
             self.live.stop()
 
     def enter(self, phase: str) -> None:
-        self.phase, self.since = phase, time.monotonic()
+        self.phase = phase
+        self.since = time.monotonic()
 
     def text(self, row: int) -> str:
         """A row's text, on one line."""
@@ -123,7 +125,9 @@ class Table:
         return " ".join(self.run.inputs.tokenizer.decode(ids, skip_special_tokens=False).split())
 
     def screen(self) -> Group:
-        history, steps, width = self.run.history, self.run.last_step, self.terminal.width
+        history = self.run.history
+        steps = self.run.last_step
+        width = self.terminal.width
         table = Grid(box=None, header_style="bold", pad_edge=False)
         shown = []
         for key, title, text in COLUMNS:
@@ -135,11 +139,12 @@ class Table:
                 table.add_column(title, justify="right", no_wrap=True)
         for metrics in history[-ROWS:]:
             table.add_row(*(as_text(metrics, key, text) for key, text in shown))
-        done, pace = 0, "the first is running"
+        done = 0
+        pace = "the first is running"
         if history:
-            done, past = history[-1]["step"], history[-1]["wall_s"]
-            left = max(steps - done, 0) * past / done
-            past, left = (timedelta(seconds=round(s)) for s in (past, left))
+            done = history[-1]["step"]
+            past = timedelta(seconds=round(history[-1]["wall_s"]))
+            left = timedelta(seconds=round(max(steps - done, 0) * history[-1]["wall_s"] / done))
             pace = f"time {past}, {left} left"
         bar = ProgressBar(total=steps, completed=done, width=30)
         now = f"step {min(done + 1, steps)}, {self.phase}, {time.monotonic() - self.since:.0f} s"

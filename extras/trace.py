@@ -61,9 +61,10 @@ class Trace:
 
     def on_step(self, metrics: Record) -> None:
         at = time.time() - metrics["step_s"]
-        seconds = [(name, metrics[f"{name}_s"]) for name in PHASES]
-        rest = metrics["step_s"] - sum(s for _, s in seconds)
-        for name, duration in [*seconds, ("evaluate" if "eval_reward" in metrics else "log", rest)]:
+        seconds = {name: metrics[f"{name}_s"] for name in PHASES}
+        rest = "evaluate" if "eval_reward" in metrics else "log"
+        seconds[rest] = metrics["step_s"] - sum(seconds.values())
+        for name, duration in seconds.items():
             span = {"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER}
             self.write(span | {"ts": at * 1e6, "dur": max(duration, 0.0) * 1e6})
             at += duration

@@ -21,7 +21,6 @@ weights. Another machine may give different ones.
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -41,13 +40,14 @@ def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    markers = {
-        "pad_token": PAD,
-        "unk_token": UNKNOWN,
-        "eos_token": END,
-        "additional_special_tokens": ROLES,
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=CHAT_TEMPLATE, **markers)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        chat_template=CHAT_TEMPLATE,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=ROLES,
+    )
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int]:
@@ -63,23 +63,19 @@ def make_qwen3(
     The weights have a standard deviation of 0.06. With the usual 0.02, attention would be nearly
     uniform at this width, and training would stall.
     """
-    shape: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": layers,
-    }
-    shape |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "max_position_embeddings": context,
-    }
-    ids = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    config = Qwen3Config(**shape, **ids, initializer_range=0.06)
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=context,
+        initializer_range=0.06,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
@@ -89,7 +85,8 @@ def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list
     """Return the labels of a conversation: the tokens of the assistant's messages, with their end
     tokens, and IGNORED for all others."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
-    labels, inside = [], False
+    labels = []
+    inside = False
     for token in ids:
         labels.append(token if inside else IGNORED)
         inside = token == assistant or (inside and token != end)

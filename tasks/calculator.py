@@ -119,7 +119,8 @@ class CalculatorAgent:
 
     def __init__(self, compound: bool = False, graded: bool = True) -> None:
         self.examples = COMPOUND_EXAMPLES if compound else EXAMPLES
-        self.max_turns, self.graded = 3 if compound else 2, graded
+        self.max_turns = 3 if compound else 2
+        self.graded = graded
 
     async def converse(self, client: AsyncOpenAI, question: str) -> AsyncIterator[dict]:
         """Yield every message after the question: tool calls, results and the answer."""
@@ -140,8 +141,9 @@ class CalculatorAgent:
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         """Return the reward. A wrong value ends the episode, because no later call corrects it."""
-        client, said = AsyncOpenAI(max_retries=0, **extra_kwargs), []
+        client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
+        said = []
         async for message in self.converse(client, data["question"]):
             said.append(message)
             if message["role"] == "tool" and message["content"] not in right:
@@ -161,10 +163,9 @@ def grade(data: dict, said: list[dict]) -> float:
     if not results:
         return 0.05 if text.startswith("<tool_call>") else 0.0
     if results[-1] != data["answer"]:
-        used, given = (
-            sorted(re.findall(r"\d+", text))
-            for text in (calls[len(results) - 1]["function"]["arguments"], data["question"])
-        )
+        last = calls[len(results) - 1]["function"]["arguments"]
+        used = sorted(re.findall(r"\d+", last))
+        given = sorted(re.findall(r"\d+", data["question"]))
         if results[-1] == "error" or len(used) < 2:
             return 0.1
         return 0.2 if used == given else 0.15
@@ -208,7 +209,8 @@ def dataset(split: str = "train") -> list[dict]:
 
     The numbers are 11 to 99. Those with a remainder of 2 when divided by 5 are held out.
     """
-    is_train, rng = split == "train", random.Random(split)
+    is_train = split == "train"
+    rng = random.Random(split)
     numbers = [n for n in range(11, 100) if (n % 5 != 2) == is_train]
     problems = []
     for template in TRAINED * 40 if is_train else HELD_OUT * 24:
@@ -230,7 +232,8 @@ COMPOUND = [
 
 def compound() -> list[dict]:
     """Return 96 problems in which the second call needs the result of the first."""
-    problems, rng = [], random.Random("compound")
+    rng = random.Random("compound")
+    problems = []
     for template in COMPOUND * 24:
         c, b, a = sorted(rng.sample(range(11, 100), 3))
         question, first, second = template.format(a=a, b=b, c=c).rsplit(" ", 2)

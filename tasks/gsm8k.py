@@ -109,22 +109,19 @@ class MathAgent:
     def __init__(
         self, max_turns: int = 2, discount: float = 0.9, timeout_seconds: float = 15.0
     ) -> None:
-        self.max_turns, self.discount = max_turns, discount
+        self.max_turns = max_turns
+        self.discount = discount
         self.timeout_seconds = timeout_seconds  # for a check; a slower one fails the episode
 
-    async def run(
-        self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
-    ) -> float:
-        client = AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
-        )
+    async def run(self, data: dict, **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         messages: list = list(data["messages"])
         # math-verify can need minutes for an answer, which would block all other episodes.
-        check = AsyncRewardWrapper(reward, self.timeout_seconds)
+        check = AsyncRewardWrapper(is_right, self.timeout_seconds)
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)
             text = reply.choices[0].message.content or ""
-            if await check("", text, [], [], answer=data["answer"]):
+            if await check(text, data["answer"]):
                 return self.discount**turn
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": WRONG}]
         return 0.0

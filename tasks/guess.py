@@ -33,7 +33,8 @@ from rich.tree import Tree
 
 from tasks import base_model
 
-SECRETS, GUESSES = range(1, 7), 3
+SECRETS = range(1, 7)
+GUESSES = 3
 QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
@@ -59,12 +60,8 @@ def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
 class GuessAgent:
     """Plays one game through a chat-completions endpoint. Finding the secret earns 1.0."""
 
-    async def run(
-        self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
-    ) -> float:
-        client = AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
-        )
+    async def run(self, data: dict, **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(max_retries=0, **extra_kwargs)  # base_url, api_key, http_client
         messages: list = list(START)
         for _ in range(GUESSES):
             reply = await client.chat.completions.create(
@@ -98,7 +95,8 @@ def dataset(split: str = "train") -> list[dict]:
 def play_at_random(rng: random.Random) -> list[dict]:
     """Return the messages of one random game. In half of the games, the player respects the earlier
     answers."""
-    secret, listens = rng.choice(SECRETS), rng.random() < 0.5
+    secret = rng.choice(SECRETS)
+    listens = rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     messages = list(START)
     for _ in range(GUESSES):
@@ -143,8 +141,9 @@ def explore(
 
     For every secret that the player finds, append the number of guesses to `found`.
     """
-    answer, turn = play(messages, possible), len(messages) // 2 + 1
+    answer = play(messages, possible)
     guess = parse(answer)
+    turn = len(messages) // 2 + 1
     label = "" if turn == 1 else f"[dim]{messages[-1]['content']}:[/dim] "
     tree = Tree(f"{label}[bold]{guess or '?'}[/bold]")
     if guess is None:
@@ -174,5 +173,6 @@ def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
         panels.append(Panel(Group(tree, score), title=title, width=36))
     console.print(Columns(panels))
     print(
-        "to train on GSM8K with a GPU: python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct"
+        "to train on GSM8K with a GPU:"
+        " python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct"
     )

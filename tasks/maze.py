@@ -34,8 +34,11 @@ from rich.text import Text
 # and base_model.py import torch. So WORKFLOW is a string, and make_model imports base_model only
 # when it is called.
 
-SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # probability that a move is not random; limit on a drunk's moves
+SIDE = 12
+MAZE_SEED = 96
+HOMES = ("a1", "l12")
+SOBER = 0.4  # probability that a drunk's move is not random
+CURFEW = 64  # limit on a drunk's moves
 Cell = tuple[int, int]  # (column, row); the cell (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -133,7 +136,8 @@ def reward(
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
     """Return a drunk's walk of at most CURFEW moves."""
-    walk, moves_home = [CELLS[start]], distances(home)
+    walk = [CELLS[start]]
+    moves_home = distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
         ways = sorted(passages()[walk[-1]])
         walk.append(
@@ -149,7 +153,8 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
     tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])
     model = base_model.make_qwen3(tokenizer, layers=1, context=256, seed=seed)
-    rng, instances = random.Random(seed), dataset()
+    rng = random.Random(seed)
+    instances = dataset()
 
     def one_walk() -> list[int]:
         """Return the token ids of one prompt and a drunk's walk."""
@@ -157,9 +162,8 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
         walk = stagger(rng, instance["start"], instance["home"])
         answer = {"role": "assistant", "content": " ".join(map(name, walk))}
         ids = base_model.render(tokenizer, [*instance["messages"], answer])
-        return (
-            ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]
-        )  # a walk that is cut off has no end token
+        # A walk that is cut off has no end token.
+        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]
 
     base_model.imitate(
         model, tokenizer, lambda: [one_walk() for _ in range(8)], warmup_steps, lr=1e-2
@@ -212,6 +216,7 @@ def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
     console.print(f"A typical way home, from {start} (S) to {home} (H): {shortest} moves at best.")
     moves = f"makes {len(walk) - 1} moves" if walk else "gives an answer that is no walk from S"
     console.print(
-        f"The greedy policy {moves} and is {'' if walk and walk[-1] == CELLS[home] else 'not '}home."
+        f"The greedy policy {moves} and is"
+        f" {'' if walk and walk[-1] == CELLS[home] else 'not '}home."
     )
     console.print(draw(walk or [CELLS[start]], home))

@@ -1,4 +1,4 @@
-"""`python -m extras.chat`, without a model; tests/test_train.py talks to a trained one."""
+"""`python -m extras.chat`, without a model; tests/tasks/test_smollm2.py talks to a trained one."""
 
 from pathlib import Path
 from typing import Any

@@ -348,11 +348,9 @@ def test_the_first_different_step_is_told_with_its_size(tmp_path: Path) -> None:
         (tmp_path / name / "tokens").mkdir(parents=True)
         batch = {"logprobs": torch.tensor([1.0, 2.0 + change]), "rewards": torch.ones(2)}
         save_file(batch, tmp_path / name / "tokens" / "00003.safetensors")
-    run = SimpleNamespace(run_dir=tmp_path / "same", last_step=9)
-    compare(tmp_path / "one", run, 3)
-    run.run_dir = tmp_path / "two"
+    compare(tmp_path / "one", tmp_path / "same", 3)
     with pytest.raises(Differs, match=r"(?s)step 3 is the first .*1 / 2.*ence: 0\.25.*logprobs"):
-        compare(tmp_path / "one", run, 3)
+        compare(tmp_path / "one", tmp_path / "two", 3)
 
 
 def test_another_code_or_configuration_is_refused(tmp_path: Path, monkeypatch) -> None:

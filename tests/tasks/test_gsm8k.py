@@ -69,7 +69,7 @@ def test_the_solutions_in_the_data_are_right() -> None:
 CHECK = """
 import sys
 
-def reward(prompt, completion, prompt_ids, completion_ids, answer):
+def is_right(completion, answer):
     assert "pytest" not in sys.modules, "the event loop would stop"
     return eval(completion) == eval(answer)
 """
@@ -83,12 +83,13 @@ async def test_an_answer_that_computes_for_ever_stops_no_loop(
     another thread run. The loop's clock ends the episode, so the loop has turned meanwhile."""
     (tmp_path / "check_by_value.py").write_text(CHECK)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(gsm8k, "reward", importlib.import_module("check_by_value").reward)
+    monkeypatch.setattr(gsm8k, "is_right", importlib.import_module("check_by_value").is_right)
     harness = start("9**9**9**9")
     agent, data = gsm8k.MathAgent(timeout_seconds=1), {"messages": HELLO, "answer": "4"}
     async with sdk(harness, f"/{await harness.start()}/v1") as client:
-        with pytest.raises(TimeoutError, match="reward took longer than 1 s"):
-            await agent.run(data, str(client.base_url), client.api_key, client._client)
+        where = {"base_url": str(client.base_url), "api_key": client.api_key}
+        with pytest.raises(TimeoutError, match="is_right took longer than 1 s"):
+            await agent.run(data, http_client=client._client, **where)
 
 
 def train(tmp_path: Path, model: Path, *words: str) -> list[dict]:
