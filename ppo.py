@@ -142,7 +142,7 @@ def compute_advantages(
     A = R
     groups = batch["group_ids"][rows].long()
     if not per_turn:  # compare turns whatever their number
-        turn_ids = turn_ids.new_zeros(len(turn_ids))
+        turn_ids = torch.zeros_like(turn_ids)
     if mean_level != "none":
         A = R - cell_mean(R, find_cells(mean_level, groups, turn_ids))
     if std_level != "none":
