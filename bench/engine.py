@@ -12,7 +12,7 @@ repetition counts, because other programs can only slow one down:
     engine     the scheduler and the model in this process, with the logprob of every token
     http       POST /generate of a server process, whose CPU time alone counts
 
-engine / generate should be at least 1.1, but for one sequence of the largest model. The last column
+engine / generate should be above 1, but for one sequence of the largest model. The last column
 says whether the server is deterministic on this machine (inference/tiny/model.py, "Bits"): whether
 a prompt's last logits have the same bits from a prefill alone, from one in a batch, and from a
 decode step.
