@@ -214,10 +214,12 @@ class RemoteInfEngine:
         weights.send(meta, self.servers.post_all, buckets)
 
     def set_version(self, version: int) -> None:
-        """Record that all servers have `version`, and tell the proxy. The gate admits more now."""
+        """Tell the proxy that all servers have `version`, and let the gate admit more tasks."""
         self._version = self.servers.newest = self.servers.trainer_version = version
         if self.proxy is not None:
             Servers(*self.proxy).post_all("/set_version", {"version": version})
+        if self.dispatcher is not None:
+            self.dispatcher.on_new_version()
 
     def get_version(self) -> int:
         """The newest version that all servers have."""

@@ -141,7 +141,7 @@ def compute_advantages(
     # A = (R - mean) / std
     A = R
     groups = batch["group_ids"][rows].long()
-    if not per_turn:  # compare turns whatever their number
+    if not per_turn:  # one number for all, so that all turns of a group are compared
         turn_ids = torch.zeros_like(turn_ids)
     if mean_level != "none":
         A = R - cell_mean(R, find_cells(mean_level, groups, turn_ids))

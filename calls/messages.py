@@ -22,7 +22,7 @@ begins a new conversation.
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** are used, or refused if UNSUPPORTED names them. Others are ignored. Images, files and
-unknown blocks become a placeholder: later calls contain them, so all would be refused.
+unknown blocks become a placeholder, because a refusal would stop all later calls, too.
 """
 
 import contextlib

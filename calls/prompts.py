@@ -15,8 +15,8 @@ if the template would strip its reasoning. The whole conversation is then one se
 
 This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tests this
 with two conversations. The second has a tool's result, which some templates write into the call. If
-the first does not end with its tail, every prompt is rendered whole; if only the second, those with
-new results. A turn with other tools than its parent is rendered whole, too, as a new row.
+the first does not end with its tail, every prompt is rendered whole. If only the second fails,
+those with new results are. A turn with other tools than its parent is a new row, rendered whole.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message instead of two. If a text is still missing, the call is refused.

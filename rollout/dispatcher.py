@@ -230,6 +230,10 @@ class BatchTaskDispatcher:
     def resume(self) -> None:
         self.change(setattr, self.state, "paused", False)
 
+    def on_new_version(self) -> None:
+        """Start what the gate admits at the new version."""
+        self.change(self.state.may_start)
+
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the loop, start what the gate admits, and return the result."""
         return self._wait(lambda: [function(*args)])[0]

@@ -128,7 +128,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
         if path is None:
             samples = task.dataset(split)
         elif path.endswith(".jsonl"):
-            # One JSON list, so that an error names its line.
+            # We read the lines as one JSON list, so that an error names its line.
             lines = Path(path).read_text(encoding="utf-8").strip()
             samples = json.loads(re.sub(r"(\n\s*)", r",\1", f"[{lines}]"))
         else:

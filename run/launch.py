@@ -116,7 +116,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
             "HF_HUB_OFFLINE": "1",
             "POCKET_AREAL_PARENT": str(os.getpid()),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # SGLang runs the ninja that pip installs beside python.
+            # SGLang runs ninja, which pip has put beside python.
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }

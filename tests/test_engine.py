@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -373,7 +374,7 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
     engine.set_version(1)
     engine.resume()
     stop, go_on = ["executor/pause", "pause_generation"], ["continue_generation", "executor/resume"]
-    update = ["update_weight_version", "update_weights_from_disk"]
+    update = ["update_weight_version", "update_weights_from_disk", "executor/on_new_version"]
     assert script.calls() == stop + update + go_on
     assert script.sent("/pause_generation") == [{"mode": "retract"}]
     assert engine.get_version() == 1
@@ -400,5 +401,6 @@ def test_the_proxy_learns_each_version(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(servers, "make_session", lambda: Session(httpx.MockTransport(serve)))
     engine = Script(generated([1])).engine()
     engine.proxy = "http://p/", "k"
+    engine.dispatcher = SimpleNamespace(on_new_version=lambda: seen.append("gate"))
     engine.set_version(3)
-    assert seen == [("p", "Bearer k")]
+    assert seen == [("p", "Bearer k"), "gate"]

@@ -20,13 +20,12 @@ F: Any = ("f", {})
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 STRIPS = "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}"
-OPENS = TAIL.replace("assistant\n", "assistant\n<think>\n")
 ENDS = TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif")
 MARK = "{% if m.role == 'assistant' %}<|im_end|>{% else %}<|endoftext|>{% endif %}"
 TEMPLATES = {
     "plain": HEAD + "{{ m.content }}<|im_end|>\n" + TAIL,
     "drops reasoning": HEAD + STRIPS + "<|im_end|>\n" + TAIL,
-    "opens reasoning": HEAD + STRIPS + "<|im_end|>\n" + OPENS,
+    "opens reasoning": HEAD + STRIPS + "<|im_end|>\n" + TAIL.replace("t\n", "t\n<think>\n"),
     "newline before the end": HEAD + "{{ m.content }}\n<|im_end|>\n" + TAIL,
     "newlines behind the end": HEAD + "{{ m.content }}<|im_end|>\n\n\n" + TAIL,
     "no newline": HEAD + "{{ m.content }}<|im_end|>" + TAIL,

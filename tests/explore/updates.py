@@ -222,7 +222,7 @@ class World(engine.Hooks):
 
     # ---- what is checked
 
-    def check_servers(self) -> None:
+    def on_new_version(self) -> None:
         self.version = self.trainer.get_version()
         for k, server in enumerate(self.servers):
             state = server.weights, server.label
@@ -283,8 +283,8 @@ class World(engine.Hooks):
         )
         run = SimpleNamespace(actor=actor, engine=rollout)
         trainer: Any = SimpleNamespace(run=run, meta=WeightUpdateMeta(path=path))
-        nothing = dict.fromkeys(("pause", "destroy"), lambda: None)
-        rollout.dispatcher = SimpleNamespace(**nothing, resume=self.check_servers)
+        nothing = dict.fromkeys(("pause", "resume", "destroy"), lambda: None)
+        rollout.dispatcher = SimpleNamespace(**nothing, on_new_version=self.on_new_version)
         try:
             for version in range(1, self.bounds.versions + 1):
                 self.wait_for_trainer("trains", None)

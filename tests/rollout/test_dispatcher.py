@@ -86,7 +86,7 @@ class Stage:
 
     def new_version(self, version: int) -> None:
         self.version = version
-        self.dispatcher.resume()
+        self.dispatcher.on_new_version()
 
     def take(self, number: int, timeout: float | None = DEADLINE) -> list[int]:
         return [group.task_id for group in self.dispatcher.wait_results(number, timeout)]

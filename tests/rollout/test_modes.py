@@ -158,6 +158,7 @@ def test_none_means_what_the_agent_set_itself(run_agent: Run) -> None:
         (Asks(lambda ids: 1.0, turns=0), "rollout task 0 failed"),
         (Asks(lambda ids: 1 / 0), "ZeroDivisionError"),
         (Asks(lambda ids: sys.exit("enough")), "SystemExit('enough')"),
+        (Asks(lambda ids: asyncio.ensure_future(asyncio.to_thread(sys.exit))), "needed, not <Task"),
     ],
 )
 def test_what_is_no_reward_fails_the_episode_and_is_named(
