@@ -3,12 +3,12 @@
 FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the policy: it has an
 optimizer, a version, and a connection to the servers. train.py shows the order of the calls.
 
-**A batch is divided twice.** First its rows go into mini-batches with about the same number of
-tokens. Each optimizer step uses one mini-batch. Then a mini-batch is cut into pieces of at most
-`mb_tokens` tokens. Each forward and backward pass uses one piece. A piece's loss is divided by the
-number of trained tokens in its mini-batch, counted over all ranks. So the gradients of the pieces
-add up to the mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000
-tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
+**A batch is divided twice.** First its prompt groups go into mini-batches with about the same
+number of tokens. Each optimizer step uses one mini-batch. Then a mini-batch is cut into pieces of
+at most `mb_tokens` tokens. Each forward and backward pass uses one piece. A piece's loss is divided
+by the number of trained tokens in its mini-batch, counted over all ranks. So the gradients of the
+pieces add up to the mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of
+1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
 makes the same mini-batches; only the passes are divided. The ranks' gradients add up to a single
@@ -25,8 +25,10 @@ There is no tensor, pipeline or context parallelism, no LoRA and no critic. With
 number of ranks, results are equal up to rounding, not bit for bit.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ from training.layout import (
     Batch,
     Piece,
     cut_rows,
+    deal,
     pick_layout,
     row_lengths,
     split_minibatches,
@@ -130,7 +133,7 @@ class FSDPEngine:
         All ranks call this with the same batch, and get the same result."""
         # With frozen layers, cut the same pieces as ppo_update, which reuses these layers' outputs.
         n = self.config.ppo_n_minibatches if self.frozen else 1
-        parts = split_minibatches(row_lengths(batch), n)
+        parts = split_minibatches(batch, n)
         pieces = [piece for rows in parts for piece in self.passes(batch, rows)]
         with torch.no_grad():
             for piece in pieces:
@@ -163,7 +166,7 @@ class FSDPEngine:
         """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes, so
         ranks with fewer pieces add passes that train no token."""
         part = take(batch | {"row": torch.arange(len(batch["input_ids"]))}, rows)
-        shares = split_minibatches(row_lengths(part), dist.get_world_size())
+        shares = deal(row_lengths(part), dist.get_world_size())
         cuts = [list(self.cut(take(part, share), self.config.mb_tokens)) for share in shares]
         own = cuts[self.rank] if self.rank < len(cuts) else []
         first = cuts[0][0]
@@ -272,7 +275,7 @@ class FSDPPPOActor(FSDPEngine):
         """
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []
-        for rows in split_minibatches(row_lengths(batch), self.config.ppo_n_minibatches):
+        for rows in split_minibatches(batch, self.config.ppo_n_minibatches):
             if count := int((batch["loss_mask"][rows, 1:] > 0).sum()):  # nothing predicts token 0
                 minibatches.append((rows, count, self.passes(batch, rows)))
         if not minibatches:
@@ -289,6 +292,8 @@ class FSDPPPOActor(FSDPEngine):
                 batch["start_logp"] = self.gather(batch, pieces, "theta_logp")
 
         self.states.clear()
+        with suppress(AttributeError):  # macOS has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)  # else the pieces' freed memory grows with each step
         pieces = [piece for *_, pieces in minibatches for piece in pieces]
         batch["theta_logp"] = self.gather(batch, pieces, "theta_logp")
         counts = [count for _, count, _ in updates]

@@ -70,17 +70,28 @@ def row_lengths(batch: Batch) -> list[int]:
     return mask.sum(1).tolist()
 
 
-def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal all rows out to n mini-batches, the longest first, so that their sizes differ by at most
-    one row's tokens. No mini-batch is empty: fewer than n rows give fewer mini-batches."""
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
+    """Deal things of these lengths out to n parts, the longest first, so that the parts' lengths
+    differ by at most one thing's. No part is empty: fewer than n things give fewer parts."""
+    longest_first = sorted(range(len(lengths)), key=lambda k: -lengths[k])
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]
+
+
+def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
+    """Deal all prompt groups out to n mini-batches, and return each one's rows. A group stays
+    together, because in a tree its rows share their prompt and often more. Without group_ids, each
+    row is a group."""
+    ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
+    _, group = ids.unique(return_inverse=True)  # (B,) from 0
+    sizes = group.bincount(torch.tensor(row_lengths(batch)))  # tokens of each group
+    parts = deal(sizes.tolist(), n)
+    return [torch.isin(group, torch.tensor(part)).nonzero()[:, 0].tolist() for part in parts]
 
 
 def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
     """Padded pieces of at most `mb_tokens` tokens. A row that is too long is a piece of its own."""
     lengths = row_lengths(batch)
-    [rows] = split_minibatches(lengths, 1)  # the longest first
+    [rows] = deal(lengths, 1)  # the longest first
     while rows:
         t = lengths[rows[0]]
         n = max(1, mb_tokens // t)

@@ -132,20 +132,23 @@ def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, monkeypa
         make_actor(make_family(tmp_path, name, **BENT[name]))
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300)
-)
-def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
-    """Every row is in one mini-batch and in one piece, and no piece has too many tokens."""
-    minibatches = split_minibatches(lengths, n)
-    assert sorted(row for part in minibatches for row in part) == list(range(len(lengths)))
-    assert all(minibatches)
-    loads = [sum(lengths[row] for row in part) for part in minibatches]
-    assert max(loads) - min(loads) <= max(lengths)
-    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+ROWS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=40)
+
+
+@given(ROWS, st.integers(1, 8), st.integers(1, 300))
+def test_cutting_loses_no_row_and_balances_tokens(pairs, n, mb_tokens):
+    """Every row is in one mini-batch and in one piece, every group is in one mini-batch, and no
+    piece has too many tokens."""
+    lengths, groups = map(torch.tensor, zip(*pairs, strict=True))
+    real = torch.arange(max(lengths)) < lengths[:, None]
     batch = dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), real.int())
-    batch["row"] = torch.arange(len(lengths))
-    predicted = real & (torch.arange(max(lengths)) > 0)
+    batch |= {"row": torch.arange(len(pairs)), "group_ids": groups}
+    minibatches = split_minibatches(batch, n)
+    assert sorted(row for part in minibatches for row in part) == list(range(len(pairs)))
+    assert all(minibatches)
+    assert sum(len(groups[part].unique()) for part in minibatches) == len(groups.unique())
+    loads = [sum(lengths[part]) for part in minibatches]
+    assert max(loads) - min(loads) <= max(groups.bincount(lengths))
     for cut in (cut_rows, partial(cut_trees, shares=False)):
         times = torch.zeros(real.shape)
         for part in minibatches:
@@ -153,7 +156,7 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
                 times[piece.tokens["row"], piece.tokens["column"]] += 1
                 rows = len(piece.inputs.get("bounds", [*piece.inputs["input_ids"], 0])) - 1
                 assert piece.inputs["input_ids"].numel() <= mb_tokens or rows == 1
-        assert torch.equal(times, predicted.float())
+        assert torch.equal(times, (real & (torch.arange(max(lengths)) > 0)).float())
 
 
 # ---- the update
