@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}  # most logits in a chunk
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # most logits in a chunk
 
 # Shapes: N tokens, hidden size D, vocabulary V, and c tokens in a chunk.
 

@@ -83,8 +83,8 @@ def test_a_gpu_computes_float32_logits(device, logits):
 
 
 def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
-    """A chunk of a GPU is four times as large as one of a CPU."""
-    assert CHUNK_ELEMENTS["cuda"] == 4 * CHUNK_ELEMENTS["cpu"]
+    """A chunk of a GPU is eight times as large as one of a CPU."""
+    assert CHUNK_ELEMENTS["cuda"] == 8 * CHUNK_ELEMENTS["cpu"]
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 29)
     with Products() as products:
         token_logprobs(*make())
