@@ -105,26 +105,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> 
     """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). Shapes: q (rows, columns, heads, d),
     k and v (rows, groups, keys, d), mask (rows, 1, columns, keys). All rows have the same first
     n_shared keys."""
-    if n_shared:
-        return attend_apart(q, k, v, mask, n_shared)
-    if q.shape[1] > 1 and q.is_cpu:
+    columns, share = q.shape[1], q.shape[2] // k.shape[1]
+    if columns > 1 and q.is_cpu and not n_shared:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
-    if q.shape[1] > 1:  # enable_gqa would copy all keys for each head that shares them
-        share = q.shape[2] // k.shape[1]
-        folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, share, 1))
-        return out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
-    # In decode the heads that share a key head make one product. Copies of q fill it to at least
-    # FEWEST rows.
-    q = q.view(len(q), k.shape[1], -1, q.shape[-1])
-    fills = q.is_cpu and q.dtype == torch.float32
-    copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1) if fills else q
-    return F.scaled_dot_product_attention(copies, k, v, mask)[:, :, : q.shape[2]].flatten(1)
+    # The heads that share a key head become queries of one head, (rows, groups, share * columns,
+    # d). In decode enable_gqa takes four times as long, and on a GPU it copies all keys.
+    folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if columns > 1:
+        mask = mask.repeat(1, 1, share, 1)
+    if n_shared:
+        out = attend_apart(folded, k, v, mask, n_shared)
+    else:  # in float32 on a CPU, copies of q fill the product to at least FEWEST rows
+        fills = q.is_cpu and q.dtype == torch.float32
+        copies = folded.repeat(1, 1, -(-FEWEST // share), 1) if fills else folded
+        out = F.scaled_dot_product_attention(copies, k, v, mask)[:, :, : folded.shape[2]]
+    return out.unflatten(2, (share, columns)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
 
 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tensor:
-    """Compute `attend`, but read the n shared keys once, not once per row.
+    """Compute the attention of q (rows, groups, m, d), but read the n shared keys once, not once
+    per row.
 
     Let o1 and z1 be the output and the log-sum-exp of the scores over the shared keys. Let o2 and
     z2 be the same over a row's own keys. Then all keys together give
@@ -132,12 +133,11 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tenso
         o = (e^z1 o1 + e^z2 o2) / (e^z1 + e^z2) = o2 + sigmoid(z1 - z2) (o1 - o2)
     """
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    every = q.flatten(0, 1).transpose(0, 1)[None]  # (1, heads, T, d)
-    o1, z1 = attention(every, k[:1, :, :n], v[:1, :, :n])  # (1, heads, T, d), (1, heads, T)
-    o2, z2 = attention(q.transpose(1, 2), k[:, :, n:], v[:, :, n:], attn_mask=mask[..., n:])
-    o1, z1 = o1[0].transpose(0, 1), z1[0].T  # (T, heads, d), (T, heads)
-    o2, z2 = (x.transpose(1, 2).flatten(0, 1) for x in (o2, z2))
-    return (o2 + torch.sigmoid(z1 - z2)[..., None] * (o1 - o2)).flatten(1)
+    every = q.transpose(0, 1).flatten(1, 2)[None]  # (1, groups, rows * m, d)
+    first = attention(every, k[:1, :, :n], v[:1, :, :n])
+    o1, z1 = (x[0].unflatten(1, (len(q), -1)).transpose(0, 1) for x in first)
+    o2, z2 = attention(q, k[:, :, n:], v[:, :, n:], attn_mask=mask[..., n:])  # z2 (rows, groups, m)
+    return o2 + torch.sigmoid(z1 - z2)[..., None] * (o1 - o2)
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:

@@ -138,17 +138,17 @@ class Scheduler:
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
         """Begin with a prompt that has waited too long, else with the shortest. Add the prompts in
-        the slots after it while they fit. A long prompt comes alone, and in pieces."""
+        the slots beside it while they fit. A long prompt comes alone, and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
         piece = PIECE_PAIRS // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
         end, columns = first + 1, min(most, round_up(left[first], FEWEST))
-        while end < self.n and left[end] > 1:
-            wider = min(most, round_up(max(columns, left[end]), FEWEST))
-            if wider == most or (end + 1 - first) * wider > PREFILL_TOKENS:
-                break
-            end, columns = end + 1, wider
+        for i in (*range(end, self.n), *range(first - 1, -1, -1)):
+            wider = min(most, round_up(max(columns, left[i]), FEWEST))
+            fits = wider < most and (end - first + 1) * wider <= PREFILL_TOKENS
+            if left[i] > 1 and fits and first - 1 <= i <= end:  # next to the others
+                first, end, columns = min(first, i), max(end, i + 1), wider
         self.decodes_next = columns == most
         return first, end, most
 

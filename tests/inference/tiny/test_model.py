@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.tiny.model import Model, attend, attend_apart, key_length, read_weights
+from inference.tiny.model import Model, attend, key_length, read_weights
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 90,
@@ -121,7 +121,7 @@ def test_keys_that_all_rows_share_are_attended_once(columns: int) -> None:
     positions = torch.randint(40, 80, (5, 1)) + torch.arange(columns)
     seen = torch.arange(90) <= positions[:, None, :, None]
     mask = torch.where(seen, 0.0, -torch.inf)
-    once = attend_apart(q, k, v, mask, 40)
+    once = attend(q, k, v, mask, 40)
     torch.testing.assert_close(once, attend(q, k, v, mask), rtol=1e-5, atol=1e-6)
 
 
