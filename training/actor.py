@@ -3,12 +3,12 @@
 FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the policy: it has an
 optimizer, a version, and a connection to the servers. train.py shows the order of the calls.
 
-**A batch is divided twice.** First its prompt groups go into mini-batches with about the same
-number of tokens. Each optimizer step uses one mini-batch. Then a mini-batch is cut into pieces of
-at most `mb_tokens` tokens. Each forward and backward pass uses one piece. A piece's loss is divided
-by the number of trained tokens in its mini-batch, counted over all ranks. So the gradients of the
-pieces add up to the mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of
-1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
+**A batch is divided twice.** First its prompt groups are dealt out to mini-batches. Each optimizer
+step uses one mini-batch. Then a mini-batch is cut into pieces of at most `mb_tokens` tokens. Each
+forward and backward pass uses one piece. A piece's loss is divided by the number of trained tokens
+in its mini-batch, counted over all ranks. So the gradients of the pieces add up to the
+mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
+mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
 makes the same mini-batches; only the passes are divided. The ranks' gradients add up to a single

@@ -78,14 +78,14 @@ def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
-    """Deal all prompt groups out to n mini-batches, and return each one's rows. A group stays
-    together, because in a tree its rows share their prompt and often more. Without group_ids, each
-    row is a group."""
+    """Deal all prompt groups out to n mini-batches in turn, and return each one's rows. In turn,
+    because ordered data may alternate between kinds of prompts. A group stays together, because in
+    a tree its rows share their prompt. Without group_ids, each row is a group. No mini-batch is
+    empty: fewer than n groups give fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
-    _, group = ids.unique(return_inverse=True)  # (B,) from 0
-    sizes = group.bincount(torch.tensor(row_lengths(batch)))  # tokens of each group
-    parts = deal(sizes.tolist(), n)
-    return [torch.isin(group, torch.tensor(part)).nonzero()[:, 0].tolist() for part in parts]
+    groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
+    n = min(n, len(groups))
+    return [(group % n == k).nonzero()[:, 0].tolist() for k in range(n)]
 
 
 def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
