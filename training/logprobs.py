@@ -10,7 +10,7 @@ recomputes the logits. With hidden state h, last layer W, temperature tau and th
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096, both passes take 255 MiB instead of 11,733 (`python bench/loss.py`), but four matrix
+With N = 4,096, both passes take 289 MiB instead of 11,733 (`python bench/loss.py`), but four matrix
 products instead of three. If W is frozen, two are enough: the forward pass also computes d logp / d
 h (N, D). training/layout.py refuses models that scale, cap or shift their logits.
 """
