@@ -221,7 +221,7 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
         if run.config.mode == "train" and run.config.recover_interval:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
-    # Before it exits, Python waits for all threads, and an agent's may hang.
+    # Before it exits, Python waits for all threads, and an agent's thread may hang.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(code if isinstance(code, int) else 1))
     signal.alarm(10)
     return code

@@ -292,8 +292,8 @@ class FSDPPPOActor(FSDPEngine):
                 batch["start_logp"] = self.gather(batch, pieces, "theta_logp")
 
         self.states.clear()
-        with suppress(AttributeError):  # macOS has no malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)  # else the pieces' freed memory grows with each step
+        with suppress(AttributeError):  # only glibc has malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep more freed memory with each step
         pieces = [piece for *_, pieces in minibatches for piece in pieces]
         batch["theta_logp"] = self.gather(batch, pieces, "theta_logp")
         counts = [count for _, count, _ in updates]

@@ -71,17 +71,17 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal things of these lengths out to n parts, the longest first, so that the parts' lengths
-    differ by at most one thing's. No part is empty: fewer than n things give fewer parts."""
-    longest_first = sorted(range(len(lengths)), key=lambda k: -lengths[k])
+    """Deal rows of these lengths out to n ranks, the longest first. So the ranks' tokens differ by
+    at most one row's. No rank gets nothing: fewer than n rows give fewer shares."""
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]
 
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
-    """Deal all prompt groups out to n mini-batches in turn, and return each one's rows. In turn,
-    because ordered data may alternate between kinds of prompts. A group stays together, because in
-    a tree its rows share their prompt. Without group_ids, each row is a group. No mini-batch is
-    empty: fewer than n groups give fewer mini-batches."""
+    """Deal all prompt groups out to n mini-batches in turn, and return each one's rows. If kinds of
+    prompts alternate in the batch, no kind prevails in a mini-batch. A group stays together,
+    because in a tree its rows share their prompt. Without group_ids, each row is a group. No
+    mini-batch is empty: fewer than n groups give fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
     groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
     n = min(n, len(groups))

@@ -19,7 +19,7 @@ its queue, and its keys are computed again later. To avoid this, slots grow only
 *Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting one gives up a slot. A
 sequence that needs more room than is left waits, with those behind it in its session. Sessions that
-run fewer sequences always overtake it. All others do so for PATIENCE steps.
+run fewer sequences always overtake it. All others overtake it for PATIENCE steps.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all sequences back to their queues.
