@@ -19,8 +19,8 @@ A call reads the answer that it continues, so B and C read A. With gamma = 0.5, 
 calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read,
 and which calls are side conversations (such as requests for a title), which get no reward.
 
-**Rows.** Style "individual" makes a row for each call, or turn, and style "concat" a row for each
-leaf:
+**Rows.** In a row, a call is a **turn**. Style "individual" makes a row for each turn. Style
+"concat" makes one for each leaf, with the turns that led to it:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -270,8 +270,9 @@ class InteractionCache(dict[str, Interaction]):
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return a copy of each leaf. If rows share a turn, the first row trains it. A copy's `parent`
-    is the row that trains the turn before its first trained turn."""
+    """Return a row, a copy of the leaf, for each leaf. If rows share a turn, the first row trains
+    it. A row's `parent` is another row: the one that trains the parent of the first turn that this
+    row trains."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

@@ -60,8 +60,8 @@ class Hooks:
     """Methods that the engine calls around every segment."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have when the segment ends. An override
-        may wait, or raise EngineError to refuse the segment."""
+        """Return how many output tokens the completion may have after this segment, including those
+        of earlier segments. An override may wait, or raise EngineError to refuse the segment."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
@@ -153,8 +153,8 @@ class RemoteInfEngine:
         """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # A server accepts each id once. The episode ("7-3" of "7-3.1") comes before the "/",
-        # because the small server lets episodes take turns.
+        # A server accepts each id once, so the id ends at random. It begins with the episode ("7-3"
+        # of call "7-3.1"), because the small server lets episodes take turns.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)

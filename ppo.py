@@ -14,16 +14,17 @@ pi_behav, w is 1, and J is the objective of standard PPO.
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds `behave_imp_weight_cap` counts as 0 in the mean. For A < 0 the term u A has
-no lower bound; with `c_clip` (dual clip) it is at least c_clip A.
+A token whose w exceeds `behave_imp_weight_cap` counts as 0 in the mean. This limits the variance,
+but biases the gradient. A clipped token has no gradient, but the gradients of other tokens can
+still move its u. For A < 0 the term u A has no lower bound; with `c_clip` (dual clip) it is at
+least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
-those of its cell. A cell holds a group's turns with the same number, such as all second turns. All
-tokens of a turn get its A.
+those of its cell: a group's turns with the same number, such as all second turns. All tokens of a
+turn get its A. There is no critic.
 
-The clip does not bound u, because the gradients of other tokens still move it. The cap biases the
-gradient. There is no critic. `actor.loss` and `actor.advantages` may name other functions with the
-same arguments (extras/losses.py, extras/advantages.py).
+`actor.loss` and `actor.advantages` may name other functions with the same arguments
+(extras/losses.py, extras/advantages.py).
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. In staleness.py, B
 counts groups.

@@ -168,7 +168,7 @@ class Proxy:
         turn.writer.input_len = len(prompt)
         request = self.model_request(turn, prompt)
         response = await self.engine.agenerate(request)
-        # Another parser's call marks may be special tokens, so keep these.
+        # Only a configured parser may look for marks that are special tokens.
         tokens = response.output_tokens
         keep_special = self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, keep_special)

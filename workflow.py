@@ -161,9 +161,9 @@ class RLVRWorkflow(RolloutWorkflow):
 class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward, with `reflection_message` between them.
 
-    After k answers every turn gets the reward of the last, times turn_discount^(k-1). This
-    turn_discount is not gamma, the key rollout.openai.turn_discount. A full context also ends the
-    conversation.
+    `max_turns` or a full context also ends the conversation. After k answers every turn gets the
+    reward of the last, times turn_discount^(k-1). (The key rollout.openai.turn_discount, for
+    agents, is another discount.)
     """
 
     max_turns: int = 3

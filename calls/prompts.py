@@ -63,7 +63,8 @@ class PromptBuilder:
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
-        # whether the parent's tokens are kept before a user's message, and before results
+        # whether the parent's tokens are kept if the new messages hold no result of a tool, and if
+        # they do
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:

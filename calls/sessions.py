@@ -41,8 +41,6 @@ SIDE = re.compile(  # opencode, Claude Code, Open WebUI
 
 @dataclass(eq=False)
 class Session:
-    """The state of one episode."""
-
     session_id: str
     task_id: str
     sampling: dict[str, Any]  # its defaults for CallParameters
@@ -176,8 +174,8 @@ def needle(output: Message) -> str:
 
 def longest_run(said: str) -> str:
     """Return the answer's longest run of letters or digits, or "". A text that lacks this run lacks
-    the answer, so it need not be searched. The answer's first and last run do not count, because
-    the text may go on there without a gap."""
+    the answer, so it need not be searched. The first and last run do not count, because where an
+    answer is quoted, other letters may touch its ends and lengthen them."""
     return max(RUN.findall(said)[1:-1], key=len, default="")
 
 

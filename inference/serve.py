@@ -69,7 +69,8 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     )
     server = uvicorn.Server(config)
     raise_open_files()
-    # Garbage-collecting old objects would visit every token of every session, for up to a second.
+    # A collection of old objects would visit every token of every session. This can take a second,
+    # so there is none.
     gc.set_threshold(gc.get_threshold()[0], 1, 10**9)
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))

@@ -212,8 +212,6 @@ class DatasetConfig(Keys):
 
 
 class TrainDatasetConfig(DatasetConfig):
-    """The prompts to train on."""
-
     batch_size: Count = 8
     """prompt groups in a step (B)"""
     shuffle: bool = True

@@ -44,8 +44,8 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     left out of the mean reward. With n episodes per prompt, there is pass@k for each power of two k
     from 2 to n.
 
-    `rewards` holds n passes over all prompts. The episodes of one prompt are alike. So error and
-    interval treat a prompt as one sample. They may be too wide, but not too narrow.
+    `rewards` holds n passes over all prompts. The episodes of one prompt are correlated, so error
+    and interval treat a prompt as one sample. They may be too wide, but not too narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts

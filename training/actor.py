@@ -11,8 +11,8 @@ mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,
 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
-makes the same mini-batches; only the passes are divided. The ranks' gradients add up to a single
-rank's gradient.
+makes the same mini-batches; only the passes are divided. The ranks' gradients add up to the
+gradient that one rank alone would compute.
 
 **Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no
 optimizer state. No checkpoint in recover/ holds them, and a server gets them only once.

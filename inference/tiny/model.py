@@ -328,7 +328,7 @@ class Model:
     # The slots
 
     def fit(self, longest: int) -> tuple[int, int]:
-        """Return the length of slots that hold `longest` tokens, and how many fit in the cache.
+        """Return the length of a slot that holds `longest` tokens, and the number of such slots.
         Because of `key_length`, the length is 64, 128, 192, 640 or a multiple of 512."""
         length = min(key_length(round_up_a_little(longest, 64)), self.positions)
         return length, min(self.most_slots, self.positions // length)
