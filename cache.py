@@ -91,10 +91,11 @@ class InteractionWithTokenLogpReward:
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    # set by a session: the first message's digest, and the digests that begin no side conversation
+    # set by a session: the first message's digest, the digests that begin no side conversation, and
+    # the calls that the header x-pocket-areal-reads names
     first_digest: int = 0
     agent_digests: set[int] = field(default_factory=set)
-    named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)  # by its header
+    named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by an export: pairs (turn, whether this row trains it)
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it

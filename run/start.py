@@ -180,6 +180,8 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
     raise_open_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide how children end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
     # oneDNN would keep code for 1,024 shapes, .7 GB for a model of 135M parameters.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
@@ -201,13 +203,10 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     gc.freeze()  # else collections visit what is imported: .2 s each, a tenth of the demo
     code: Any = 0
     try:
         train(run)
-    except KeyboardInterrupt:
-        code = 130
     except SystemExit as error:
         code = error.code
     except Exception as error:

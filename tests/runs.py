@@ -67,8 +67,7 @@ def start_and_wait_for_step(
     The run stops itself after that step (SIGSTOP), so that its children are seen while it lives.
     """
     held = signalled(command(folder, *words), "step 1 ", signal.SIGSTOP)
-    process = begin(held, WITH_TEST_MODULES)
-    assert process.stdout is not None
+    process: Any = begin(held, WITH_TEST_MODULES)
     seen = []
     for line in process.stdout:
         seen.append(line)

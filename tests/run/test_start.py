@@ -78,11 +78,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run])
 def test_a_run_that_was_started_with_sigchld_ignored() -> None:
     """Some shells and services do so. A run sees the exit codes of its children all the same."""
     run: Any = lambda *_, **__: subprocess.run([sys.executable, "-c", "exit(3)"])  # noqa: E731
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert begin([], run).returncode == 3  # type: ignore[attr-defined]
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if not (child := os.fork()):  # this process keeps its handlers
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        os._exit(begin([], run).returncode)  # type: ignore[attr-defined]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 @pytest.mark.parametrize(
@@ -126,6 +125,12 @@ def test_ctrl_c(tmp_path: Path, words: list[str]) -> None:
     assert go_on.startswith(f"to go on from the last checkpoint: {sys.executable}")
     assert go_on.endswith(" trial_name=t")
     assert_gone(pids)
+
+
+def test_ctrl_c_while_a_run_begins(tmp_path: Path) -> None:
+    """No traceback is printed then, either."""
+    words = runs.signalled(command(tmp_path, *SMALL_GUESS), "starting server-0", signal.SIGINT)
+    assert finish(words, code=130).stderr == ""
 
 
 @pytest.mark.runs
