@@ -4,11 +4,11 @@
     git -C /tmp/AReaL checkout cbff54d
     python bench/areal_tests.py /tmp/AReaL
 
-AReaL's import names are made to point to this project's modules, and an adapter below translates
-arguments whose names differ. Nothing of AReaL is copied. Where this project differs on purpose a
-test fails; it is listed under the difference that explains it (docs/differences.md). A failure that
-nothing explains is printed as NOT EXPLAINED, and the exit code is 1. Tests of objects that only
-AReaL has do not run, and are counted.
+AReaL's import names are made to point to this project's modules, and the adapters below translate
+arguments whose names differ. Nothing of AReaL is copied. A test fails where this project differs on
+purpose. Such a test is listed under the difference that explains its failure (docs/differences.md).
+If nothing explains a failure, it is printed as NOT EXPLAINED, and the exit code is 1. Tests of
+AReaL's configuration classes do not run. The script only counts them.
 """
 
 import importlib.util

@@ -2,10 +2,12 @@
 
     python bench/bound.py [--calls 2048]
 
-One session makes calls of 30 kB, each a conversation of its own, until the proxy refuses; then it
-is rewarded and exported. Other sessions, in a process of their own, make short calls all the time,
-first alone, and are exported, too. Printed are the median and the worst wait of these calls in ms,
-and the proxy's memory. The engine answers at once, as in bench/proxy.py.
+One session makes calls of 30 kB, each a conversation of its own, until the proxy refuses or the
+session has made `--calls` calls. Then the session is rewarded and exported. Meanwhile sessions of
+another process make short calls, and are exported, too. The short calls are measured first alone,
+then beside the large calls, and then beside the large export. Each line shows the median and the
+worst wait of the short calls in ms, and the proxy's memory. The engine answers at once, as in
+bench/proxy.py.
 """
 
 import argparse

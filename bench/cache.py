@@ -2,14 +2,18 @@
 
     python bench/cache.py            # with the package areal, also its cache
 
-The first part counts, in a conversation of 100 turns whose calls send all of it. `read` counts the
-messages that were brought to canonical form: the new ones, because the call continues the latest.
-`rendered` counts those that the chat template rendered, which should not grow.
+The first part counts messages in a conversation of 100 turns, in which every call sends the whole
+history. `read` counts the messages that the call brings to canonical form: only the new ones,
+because the call continues the latest call. `rendered` counts the messages that the chat template
+renders. It should not grow from turn to turn.
 
-The second part measures CPU time of this cache and of AReaL's, three times each, alternately, the
-smallest counts. `chain` adds the 400 turns of one conversation and should take at most 1.2 times as
-long as in AReaL; `siblings` adds 800 turns with the same 200 messages, at most a quarter; `export`
-discounts 512 conversations of 4 turns and makes tensors, no longer than AReaL.
+The second part measures the CPU time of this cache and of AReaL's, three times each and in turn.
+The smallest time of each counts. The last column is the target for this cache's time, divided by
+AReaL's:
+
+    chain       adds the 400 turns of one conversation                      at most 1.2
+    siblings    adds 800 turns with the same 200 messages                   at most 0.25
+    export      discounts 512 conversations of 4 turns, makes tensors       at most 1
 """
 
 import gc

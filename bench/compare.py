@@ -13,7 +13,8 @@ Finished runs (runs/compare) are not repeated. The columns of the table:
     held out   success on the held-out problems after training, with its Wilson interval
     factor     seconds of the synchronous run / seconds of this one
 
-docs/compare.svg shows the first steps of the first seed's runs on one time axis, and both curves.
+docs/compare.svg shows the first steps of the first seed's two runs on one time axis, and the
+success of both runs over the whole time.
 """
 
 import argparse

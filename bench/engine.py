@@ -3,23 +3,24 @@
     python bench/engine.py [--quick] [--models 0.13M 3.3M 15.7M]
     python bench/engine.py --quick --models smollm2 --path DIR [--dtype bfloat16]
 
-Random prompts of 64 tokens get 128 new tokens each, 1, 8, 32 and 64 at a time, from the same random
-Qwen3, or from the pretrained model in DIR, on one thread. The unit is tokens per second of CPU
-time, because other programs lengthen the wall time. Three ways, each repeated in turn; the fastest
-repetition counts, because other programs can only slow one down:
+A random Qwen3, or the pretrained model in DIR, adds 128 tokens to each of 1, 8, 32 or 64 random
+prompts of 64 tokens, on one thread. The unit is tokens per second of CPU time, because other
+programs lengthen the wall time. Three ways to generate are repeated in turn. The fastest repetition
+of each way counts, because other programs can only slow a repetition down:
 
     generate   model.generate on one batch, at temperature 1
     engine     the scheduler and the model in this process, with the logprob of every token
     http       POST /generate of a server process, whose CPU time alone counts
 
-engine / generate should be above 1, but for one sequence of the largest model. The last column
-says whether the server is deterministic on this machine (inference/tiny/model.py, "Bits"): whether
-a prompt's last logits have the same bits from a prefill alone, from one in a batch, and from a
-decode step.
+engine / generate should be above 1, except for one sequence of the largest model. The last column
+says whether the server is deterministic on this machine (inference/tiny/model.py, "Bits"). If it
+is, a prompt's last logits have the same bits whether they come from a prefill of this prompt alone,
+from a prefill of a batch, or from a decode step.
 
-Last come the CPU seconds of 4 groups of 8 answers to prompts of 145 tokens, as training asks for
-them: by model.generate, by the engine if it computed each prompt, and by the engine, which computes
-a group's prompt once and copies its keys. The first line has one new token, so it measures prompts.
+Two more lines for each model have the CPU seconds of 4 groups of 8 answers to prompts of 145
+tokens, as training asks for them. They compare model.generate, the engine if it computes the prompt
+of every answer, and the engine as it is, which computes a group's prompt once and copies its keys.
+The first line has one new token per answer, so it measures the prompts.
 """
 
 import argparse

@@ -3,14 +3,14 @@
     python bench/fairness.py [--seconds 20] [--total 16384]
 
 The small server has a random model of two layers, a context of 16,384 tokens and a cache of
-`--total` tokens. A short request, 20 tokens and 16 new ones, comes a hundred times a second at
-most, first alone, then beside another session that has sent
+`--total` tokens. A short request has a prompt of 20 tokens and gets 16 new ones. Short requests
+follow one another, at most a hundred a second, first alone and then beside a session that has sent
 
     eight calls    of 16,000 new tokens each
     four prompts   of 15,000 tokens each
 
-Printed are the median and the worst wait of the short requests in ms, and the worst one as a
-multiple of the worst one alone. At most 5 is the goal.
+Each line shows the median and the worst wait of the short requests in ms. It also shows the worst
+wait divided by the worst wait of the short requests alone. The target is at most 5.
 """
 
 import argparse

@@ -4,14 +4,15 @@
     python bench/fuzz.py --requests 5000 --seed 7   # send fewer requests, with another seed
     python bench/fuzz.py --only 4711                # send only request 4711 of seed 1
 
-A random request is a valid one with changes: types, deeply nested lists, huge strings, missing and
-repeated fields; also damaged bytes, headers, methods and paths, slow senders, half-closed
-connections, and sometimes a wrong key.
+A random request is a valid one with random changes. Its body may have wrong types, deeply nested
+lists, huge strings, missing or repeated fields, or damaged bytes. Its headers, method, path or key
+may be wrong. Its sender may be slow, or close one half of the connection.
 
-A complete request must get a reply below 500 within 60 seconds, an incomplete one a reply or a
-closed connection. Meanwhile valid sessions run, whose tokens `check` of bench/load.py checks. In
-the end the server must have its first version, nothing running, and the same answer to one prompt.
-What may change a server's state goes to a second server and proxy.
+A complete request must get a reply with a status below 500 within 60 seconds. An incomplete request
+may also get a closed connection. Meanwhile valid sessions run, and `check` of bench/load.py checks
+their tokens. In the end the server must have its first version, run nothing, and give the same
+answer to one prompt as at the start. Requests that may change a server's state go to a second
+server and proxy.
 """
 
 import argparse

@@ -3,16 +3,17 @@ the end only if the reward reaches the calls whose answers were read.
 
     python bench/links.py [--seeds 1 2 3 4 5] [--steps 30]
 
-The agent gets three digits, and must answer with the largest. The first call, which may only answer
-with one digit, sees the three; the last call sees that digit and no other. So the first call must
-learn which digit to pass on.
+The agent gets three digits, and must answer with the largest. The call `note` sees the three digits
+and passes one of them on. The last call reads the digit that was passed on, and the base model has
+learnt to repeat it. So the call `note` must learn which digit to pass on.
 
     compacts     user: note 4 1 3 - [4]      user: 4 - user: largest - [4]
     delegates    user: largest 4 1 3 - [ask] - tool: 4 - [4]       user: note 4 1 3 - [4]
 
-Only the last call is rewarded, once with `rollout.openai.compaction=link`, once with `cut`. The
-base model passes a random one of the three digits on, and repeats it. Printed is the mean success
-of the last five steps. If the passed digit stays random, the last call can reach about .5.
+Only the last call is rewarded. Each agent trains with `rollout.openai.compaction=link` and with
+`cut`. The base model passes on a random one of the three digits. The table shows the mean success
+of the last five steps. If the passed digit stays random, a last call that sees no other digit can
+reach a success of about .5.
 """
 
 import argparse

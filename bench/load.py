@@ -10,10 +10,9 @@ take no memory.
 The benchmark starts the small server and the proxy as processes, with a random model of two layers.
 Each session asks questions that contain its own number, and sends its whole history with every
 call. The client does not retry calls. At the end of a session the benchmark exports the session and
-makes three checks of the exported row. The prompts must contain the questions of the session in
+makes two checks of the exported row. The prompts must contain the questions of the session in
 order, and no other question. The sampled tokens of each turn must decode to the text that the
-client has read. The log-probabilities of the sampled tokens must equal the log-probabilities that
-the client has read.
+client has read.
 
 For every tenth session the benchmark also computes the log-probabilities with transformers, and
 prints the largest difference from the exported log-probabilities.

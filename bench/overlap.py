@@ -1,18 +1,17 @@
 """Claim: on two cores, asynchronous training of the maze needs less time than synchronous training,
 at equal reward.
 
-    python bench/overlap.py                             all runs: eta 0, 1, 2 and 4, and eta 2 with
-    drained servers
-    python bench/overlap.py --seconds 200               start no run after 200 s; the next call
-    makes the missing runs python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
+    python bench/overlap.py                  # all runs: eta 0, 1, 2, 4, and eta 2 with `drain`
+    python bench/overlap.py --seconds 200    # start no run after 200 s; call again for the rest
+    python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
 
 Every run trains a model with configs/maze.yaml for the same number of steps and on the same number
 of samples. The trainer's process runs on one core, and the inference server on another core. The
 benchmark keeps each finished run in runs/overlap, and does not repeat it.
 
 The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark
-tries several values of rollout.max_concurrent_rollouts. With all later seeds, the benchmark uses
-only the value of rollout.max_concurrent_rollouts that was fastest with the first seed.
+tries several values of this key. With all later seeds, the benchmark uses only the value that was
+fastest with the first seed.
 
 The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts
 the running walks, which then continue with the new weights. With `drain`, the trainer first stops
@@ -22,17 +21,15 @@ The class `Drained` in this file implements the mode `drain`, which train.py doe
 The remaining columns of the table come from each run's files trace.json, cpu.json and
 metrics.jsonl. All times are in seconds.
 
-    `seconds`      time of the whole training, without the start of the processes.
-    `factor`       the speedup: the time of the synchronous run with the same seed, divided by the
-    time of this run.
-    `generation`   CPU time of the inference server.
-    `training`     CPU time of the trainer's process, which also runs the episodes and the logger.
-    `oldest`       time that the trainer waited for an older group, although B other groups had
-    finished.
-    `ideal`        max(generation, training + oldest), the least possible time of the run.
-    `share`        the quotient `ideal` / `seconds`.
-    `reward`       mean reward in the last ten steps.
-    `mixed`        share of the walks that an update interrupted.
+    `seconds`      time of the whole training, without the start of the processes
+    `factor`       `seconds` of the synchronous run with the same seed / `seconds` of this run
+    `generation`   CPU time of the inference server
+    `training`     CPU time of the trainer's process, which also runs the episodes and the logger
+    `oldest`       time that the trainer waited for an older group although B others had finished
+    `ideal`        max(generation, training + oldest), the least possible time of the run
+    `share`        `ideal` / `seconds`
+    `reward`       mean reward in the last ten steps
+    `mixed`        share of the walks that an update interrupted
 
 `ideal` includes the time `oldest`, because a step waits for its oldest group even if enough other
 groups have finished. For the synchronous run, `ideal` is the time with a perfect overlap of

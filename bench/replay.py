@@ -4,11 +4,11 @@ after a kill and a restart, and on a busy machine.
     python bench/replay.py        # each task: ten runs at eta 4, and one run of each other variant
     python bench/replay.py --variants eta=4 --tasks maze --runs 2
 
-Each run trains 20 steps in small batches. It is killed after the tenth and goes on from the
-checkpoint of the eighth. A group whose members have equal rewards is rejected. A line of the table
-shows the share of rows that an update interrupted, how many groups were rejected and dropped and
-how many tokens were masked for their age, and the beginnings of two SHA-256 hashes: of the run's
-last model and of the replay's. The exit code is 1 if any two differ.
+Each run trains 20 steps in small batches. It is killed after step 10, and continues from the
+checkpoint of step 8. A group whose members have equal rewards is rejected. A line of the table
+shows the share of rows that an update interrupted, and the numbers of rejected groups, dropped
+groups and masked tokens. Then come the beginnings of two SHA-256 hashes: one of the run's last
+model, and one of the replay's last model. The exit code is 1 if two hashes of a line differ.
 """
 
 import argparse

@@ -8,9 +8,9 @@ Runs that exist (runs/seeds/<experiment>/seed<k>) are not repeated. `first` is t
 1, before any training, and `last five` the mean of the last five steps. `seconds` are those of
 training: waiting, learning and updating the servers. `seconds to goal` counts them until the
 mean success of five successive steps reaches --goal; the last line has the median and the maximum.
-`load` is the machine's one-minute load average at the start: above 2, a machine with two cores was
-busy with something else. With --evaluate N, `held out` is the success on the validation prompts
-after every N steps, and the goal is reached when this reaches it.
+`load` is the machine's one-minute load average at the start. If it is above 2, a machine with two
+cores was busy with something else. With --evaluate N, `held out` is the success on the validation
+prompts after every N steps, and this success must reach the goal.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Claim: the simulated duration of a run differs from the measured duration by at most 10 %.
 
-    `python bench/simulate.py` compares the simulation with the runs of docs/simulate.json, and
-    writes the table. `python bench/simulate.py --check RUN ...` compares the simulation with other
-    finished runs of train.py. `python bench/simulate.py --record RUN ...` stores the durations of
-    finished runs in docs/simulate.json.
+    python bench/simulate.py                    # compare with the runs of docs/simulate.json
+    python bench/simulate.py --check RUN ...    # compare with other finished runs of train.py
+    python bench/simulate.py --record RUN ...   # first store finished runs in docs/simulate.json
 
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each
 server and of the trainer. The clock jumps from event to event. The simulation uses two classes of a

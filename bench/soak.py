@@ -7,11 +7,12 @@
     python bench/soak.py --steps 170 --usage docs/episodes   # measure memory
 
 After a random number of steps, or during the start, the trainer, the proxy or the server is killed
-(kill -9). The run ends, no process of it may be left, and the same command starts it again.
+(kill -9). The run must end and leave no process behind. Then the same command starts it again.
 
-In the end metrics.jsonl must have every step once. A step trains 6 prompt groups (the batch size),
-and no group is in two steps. The first (steps - eta - 1) * 6 groups are all trained, and none has a
-number from (steps + eta + 1) * 6 on. No group is older than eta, no token from the future.
+In the end metrics.jsonl must have every step once. Every step must have trained 6 prompt groups
+(the batch size), and no group may be in two steps. Groups are numbered from 0. Every number below
+(steps - eta - 1) * 6 must be trained, and no number from (steps + eta + 1) * 6 on. No group may be
+older than eta, and no token may have a later version than its step.
 """
 
 import argparse

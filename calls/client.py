@@ -8,8 +8,8 @@
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
 After an exception in the block, the client asks the proxy to forget the session. Even if this
-request fails, the caller gets the original exception. If a connection is lost, the proxy and its
-sessions are gone. So no request is repeated.
+request fails, the caller gets the original exception. No request is repeated, because after a lost
+connection the proxy and its sessions are gone.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class OpenAIProxyClient:
     async def export_interactions(
         self, discount: float = 1.0, style: str = "individual", compaction: str = "link"
     ) -> dict[str, Interaction]:
-        """Return the interactions with final rewards. The proxy forgets the session."""
+        """Return the interactions, with their final rewards. Then the proxy forgets the session."""
         options = {"discount": discount, "style": style, "compaction": compaction}
         answer = await self._post("/export_trajectories", session_id=self.session_id, **options)
         exported = answer["interactions"]

@@ -9,8 +9,8 @@ the tree read:
 
 **Three protocols.** A conversation is a list of items. An item is a message, whose content is a
 text or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or
-item becomes a small message, and the small messages of one reply are joined. The protocols' other
-fields differ only in name. Templates read reasoning from `reasoning_content`.
+item becomes a small message, and the small messages of one reply are joined. Most other fields
+differ only in name. Reasoning is kept only in `reasoning_content`, where templates read it.
 
 **Equal messages.** When a client sends earlier replies again, it may write null for "", parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
@@ -21,8 +21,8 @@ begins a new conversation.
 **References.** An id may stand for the history (`previous_response_id`) or for an item
 (`item_reference`). `find` looks the id up in the session.
 
-**Parameters** are used, or refused if UNSUPPORTED names them. Others are ignored. Images, files and
-unknown blocks become a placeholder, because a refusal would stop all later calls, too.
+**Parameters** listed in UNSUPPORTED are refused, unknown ones ignored. Images, files and unknown
+blocks become a placeholder, because a refusal would stop all later calls, which repeat them.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequ
         raise Refusal("n: a call has one answer; make several calls")
     if isinstance(body.get("input"), str):
         body = body | {"input": [{"role": "user", "content": body["input"]}]}
-    if isinstance(choice := body.get("tool_choice"), dict):  # Anthropic's place for it
+    if isinstance(choice := body.get("tool_choice"), dict):  # Anthropic's parallel_tool_calls
         body = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")} | body
     messages, tools = _messages(body, history, find), _tools(body)
     if previous := get(body, "previous_response_id", str):
@@ -112,7 +112,7 @@ def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequ
 
 
 def _first(body: Json, paths: tuple[str, ...]) -> Json | None:
-    """The first of these objects that is set, or None."""
+    """Return the first non-empty object at one of the paths, or None."""
     return next(filter(None, (get(body, path, dict) for path in paths)), None)
 
 
@@ -127,7 +127,7 @@ def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
 
 
 def canonical(message: Message) -> tuple[Any, ...]:
-    """The part of a message that the tree compares, as values with a hash."""
+    """Return the parts of a message that the tree compares, as a hashable tuple."""
     text, calls = message.get("content"), message.get("tool_calls")
     if message["role"] == "system":
         text = VOLATILE.sub("", message["content"])
@@ -225,7 +225,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _referred(reference: Json, find: Find) -> Json:
-    """The item of an earlier reply: resp_<x> has the items msg_<x> and fc_<x>_<k>."""
+    """Return the item of an earlier reply. The reply resp_<x> has items msg_<x> and fc_<x>_<k>."""
     item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = {item["id"]: item for item in found.reply["output"]} if found and found.reply else {}
@@ -252,7 +252,7 @@ def _sampling(body: Json) -> Json:
 
 
 def check_sampling(fields: Json, where: str) -> None:
-    """Raise Refusal unless these are fields of CallParameters."""
+    """Raise Refusal unless CallParameters accepts the fields."""
     try:
         CallParameters.model_validate(fields, strict=True)
     except ValidationError as error:

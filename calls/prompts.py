@@ -10,19 +10,19 @@ where the tail is what the chat template writes between the parent's answer and 
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
-SENTINEL, without end marks that the output already has. So an answer stays as it was sampled, even
-if the template would strip its reasoning. The whole conversation is then one sequence to train on.
+SENTINEL, without end marks that the output already has. The answer is not rendered again, so the
+template cannot strip its reasoning, and the whole conversation is one sequence to train on.
 
 This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tests this
-with two conversations. The second has a tool's result, which some templates write into the call. If
-the first does not end with its tail, every prompt is rendered whole. If only the second fails,
-those with new results are. A turn with other tools than its parent is a new row, rendered whole.
+with a user's message, and with a tool's result, which some templates write into the call. If the
+first test fails, every prompt is rendered whole. If only the second fails, prompts with new results
+are rendered whole. A turn with other tools than its parent is a new row, rendered whole.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
-texts, such as one system message instead of two. If a text is still missing, the call is refused.
+texts, such as one system message instead of two. If no form works, the call is refused.
 
-With the text of a control token, a tool's result could forge a turn. So BREAK splits up the control
-tokens in descriptions of tools, and in messages that no assistant wrote.
+A tool's result that holds the text of a control token, such as <|im_end|>, could forge a turn. So
+BREAK splits such texts in descriptions of tools, and in messages that no assistant wrote.
 """
 
 import functools
@@ -43,7 +43,7 @@ from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-BREAK = "\ufdd0"  # means nothing in any text
+BREAK = "\ufdd0"  # a character to which Unicode gives no meaning
 CALL = {"id": "id of f", "type": "function", "function": {"name": "f", "arguments": {}}}
 CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT: Message = {"role": "tool", "content": "result", "tool_call_id": "id of f"}
@@ -68,7 +68,8 @@ class PromptBuilder:
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """Say what becomes of `new`. The whole conversation should end with the tail of `new`."""
+        """Say how messages like `new` are rendered. They follow the sampled tokens if the whole
+        conversation ends with the tail of `new`."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:
@@ -88,7 +89,7 @@ class PromptBuilder:
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
             if self.splices and (self.splices_results or not has_results):
-                with suppress(Refusal):  # a text is refused or dropped after the stub
+                with suppress(Refusal):  # after the stub, the template refuses or drops a text
                     return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(self._disarm(call.messages), variables))
 
@@ -141,7 +142,7 @@ class PromptBuilder:
 
     def encode(self, text: str) -> list[int]:
         """Tokenise a rendered text."""
-        # With one object per id, a token that a session keeps takes 8 bytes, not 36.
+        # Equal ids share one int object. So a token that a session keeps takes 8 bytes, not 36.
         one = self._ids.setdefault
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
@@ -155,7 +156,7 @@ class PromptBuilder:
 
 
 def stricter(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the messages, then variants of the same texts for stricter templates."""
+    """Yield the messages, then other forms of them, with the same texts, for stricter templates."""
     yield messages
     merged = merge(messages)
     yield merged
@@ -243,7 +244,8 @@ def read_text(
     keep_special: bool = False,
 ) -> str:
     """Return an answer's text up to its end mark or the first stop string. It begins with
-    `opening`, which is in the prompt. Special tokens are cut, unless calls/tools.py reads them."""
+    `opening`, which is in the prompt. Special tokens that calls/tools.py does not read are cut,
+    unless `keep_special` is set."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     special = {} if keep_special else special_tokens(tokenizer)

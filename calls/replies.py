@@ -2,7 +2,8 @@
 
 `render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
 rebuilds it. No text is streamed while the model writes. A stream begins with `opening`. Then
-`progress` is sent every few seconds, because clients time out if they get nothing or only comments:
+`progress` is sent every few seconds, because clients time out if they get nothing or only comments.
+The columns show what `opening`, `progress` and `stream` send:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
@@ -13,8 +14,8 @@ resp_<x> they are fc_<x>_0 and so on, and the text is msg_<x>. Only chat complet
 model's reasoning; by default the vendors hide it in the other two protocols.
 
 Clients are strict: role, index, usage and created_at must be present. No field may be null, except
-`content` beside tool calls. Anthropic's events need an `event:` line. We always report empty
-annotations and 0 cached tokens.
+`content` beside tool calls. Anthropic's events need an `event:` line. Replies of the Responses
+protocol always report empty annotations and 0 cached tokens.
 """
 
 import json

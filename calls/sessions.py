@@ -1,4 +1,4 @@
-"""A session is what the proxy keeps of an episode: its calls, and which of them have read which.
+"""A session is what the proxy keeps of an episode: its calls, and which answers each has read.
 
     state      | meaning
     -----------+--------------------------------------------------------
@@ -15,8 +15,9 @@ its new messages contain whole, and the calls that its header names (`Session._l
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are not trained. Such a call has no
-tools, parent or child, and its first message matches SIDE. Calls with the same first message are
-judged together. If every call of a session looks like a side conversation, none counts as one.
+tools, parent or child, and its first message matches SIDE. Of calls with the same first message,
+either all are side conversations or none is. If every call of a session looks like a side
+conversation, none counts as one.
 """
 
 import itertools
@@ -53,7 +54,8 @@ class Session:
     # For links and side conversations:
     # call that none continues -> its `needle`, and the needle's `longest_run`
     leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
-    agent_digests: set[int] = field(default_factory=set)  # begin no side conversation
+    # of the first messages that begin no side conversation
+    agent_digests: set[int] = field(default_factory=set)
 
     def check_open(self) -> None:
         if self.ended:
@@ -71,7 +73,7 @@ class Session:
     def end(self) -> None:
         """Refuse new calls, and stop the running ones."""
         self.ended = True
-        self.turns.clear()  # they refer to the session, which would wait for the garbage collector
+        self.turns.clear()  # breaks a cycle, which would wait for the garbage collector
         for turn in self.running:
             turn.fail()
 
@@ -85,7 +87,7 @@ class Session:
         self._link(call)
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
-        """Complete a call."""
+        """Complete a call, and keep what shows that a later call has read its answer."""
         self.cache.finish(call, response, output)
         self.leaves.pop(call.parent, None)
         if said := needle(output):
@@ -103,8 +105,8 @@ class Session:
             [parent] calls a tool - tool: the report - [call]               call reads report
                  user: the task - [first] - ... - [report]                  first reads parent
 
-        Brackets mark calls. Between the tool call and its result, a sub-agent wrote the report. So
-        the sub-agent's first call reads the parent, too.
+        Brackets mark calls. In the last two lines, a sub-agent wrote the report between the
+        parent's tool call and the tool's result. So the sub-agent's first call reads the parent.
         """
         parent, named = call.parent, call.named
         new = call.messages[len(parent.conversation) if parent else 0 :]
@@ -131,7 +133,9 @@ class Session:
 
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
         """Compute the final rewards. With `cut`, a call reads only what it continues or names. A
-        call that leads to no reward passes nothing to what it has copied."""
+        call that leads to no reward counts in its parent's mean, but not in the means of the other
+        calls that it reads. So a client's own call that copies an answer costs that answer
+        nothing."""
         check_discount(turn_discount)  # before anything changes
         finished = self.cache.finished()
         for call in finished if cut else ():
@@ -142,13 +146,13 @@ class Session:
 
 
 def unread(calls: list[Interaction]) -> list[Interaction]:
-    """Leave out the calls that others among them have read."""
+    """Return the calls that none of the others has read, directly or through other calls."""
     above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
     return [x for x in dict.fromkeys(calls) if x not in above]
 
 
 def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
-    """Return the calls, and all calls whose answers they have read."""
+    """Return the calls, and all calls that they have read, directly or through other calls."""
     found, new = set[Interaction](), set(calls)
     while new:
         found |= new
@@ -166,7 +170,8 @@ def looks_like_side(call: Interaction) -> bool:
 
 def needle(output: Message) -> str:
     """Return the text by which a later call shows that it has read an answer: the id of the
-    answer's first tool call, or the answer. Claude Code cuts away what is not in <summary>."""
+    answer's first tool call, or else the answer's text. If the text has a <summary>, only the
+    summary counts, because Claude Code cuts away the rest."""
     if calls := output.get("tool_calls"):
         return calls[0]["id"]
     return squeeze(output["content"].rpartition("<summary>")[2].partition("</summary>")[0])
@@ -191,6 +196,6 @@ def squeeze(text: str) -> str:
 
 
 def squeeze_all(messages: Iterable[Message]) -> str:
-    """Return texts and ids of calls, each on lines of its own."""
+    """Return the messages' texts and the ids of their calls, each on lines of its own."""
     parts = ((m["content"], *(call["id"] for call in m.get("tool_calls", []))) for m in messages)
     return "\0".join(f"\n{squeeze(part or '')}\n" for part in itertools.chain(*parts))

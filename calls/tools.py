@@ -4,18 +4,18 @@ By default the text has the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-The text between the marks is a call if it is JSON that names an offered tool. Any arguments must be
-an object, under the key `arguments` or `parameters`. The JSON is decoded from its beginning, so a
-mark inside one of its strings does not end the call. Everything else stays text, so the agent sees
-a wrong call as the model wrote it. White space is dropped around the reasoning and before a call.
-With calls, it is also dropped at the end.
+The text between the <tool_call> marks is a call if it is JSON that names an offered tool. Any
+arguments must be an object, under the key `arguments` or `parameters`. The JSON is decoded from its
+beginning, so a mark inside one of its strings does not end the call. Everything else stays text, so
+the agent sees a wrong call as the model wrote it. White space is dropped around the reasoning and
+before a call. If there is a call, white space at the end is dropped, too.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
 **Other forms.** `tool_call_parser` names a function of (text, tools). It returns the text outside
 the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions from
-SGLang's parsers. With such a function no call can be forced.
+SGLang's parsers. A call in another form cannot be forced.
 """
 
 import json
@@ -90,8 +90,8 @@ def read_call(body: str, tools: Tools) -> Json:
 def read_answer(
     text: str, tools: Tools, suffix: str, parser: Parser = split_calls, ended: bool = False
 ) -> Message:
-    """Turn a whole text into a message in the form of calls/messages.py. Call ids contain `suffix`
-    and a number."""
+    """Turn an answer's text into a message in the form of calls/messages.py. The calls get the ids
+    call_<suffix>_0, call_<suffix>_1 and so on."""
     (reasoning, rest), calls = split_thinking(text, ended), list[Any]()
     if tools:
         try:
@@ -111,9 +111,9 @@ def read_answer(
 
 
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
-    """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": '. With
-    several tools the model writes the name. Return "" if no call is forced. `begun` is the
-    reasoning's opening mark, if the prompt ends with one."""
+    """Return the first words of a forced call, such as
+    '<tool_call>\\n{"name": "f", "arguments": ', or "" if no call is forced. If the model may choose
+    among several tools, it writes the name. `begun` is <think> if the prompt ends with it."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:

@@ -1,7 +1,7 @@
-"""Answer an agent's call, from its place in the tree to the last byte of the reply.
+"""Answer an agent's call, from its entry into the tree to the last byte of the reply.
 
-A call enters the tree, its answer is generated and stored there, and then the reply is sent. So an
-agent that has read a reply can continue or reward it at once.
+A call enters the tree, its answer is generated and stored there, and only then is the reply sent.
+So an agent that has read a reply can continue or reward it at once.
 
     state      event                                          then
     running    the answer arrives                             finished; stays in the tree
@@ -9,16 +9,16 @@ agent that has read a reply can continue or reward it at once.
     running    the last waiting client hangs up               failed; the server stops generating
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
-SDKs mark a retry with a header (x-stainless-retry-count). Without it, equal bodies are separate
-calls. A retry joins the newest call with the same body. If that call still runs, both requests get
-its reply. If the call has finished, its reply was lost and is sent again. If the call failed,
+SDKs mark a retry with a header (x-stainless-retry-count). Equal bodies without this header are
+separate calls. A retry joins the newest call with the same body. If that call still runs, both
+requests get its reply. If it has finished, its reply was lost and is sent again. If it failed,
 nobody has read any of its answer, so the retry becomes a new call.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. The HTTP status is sent with the first event, so a call
-that fails earlier still gets an error status.
+that fails before its first event still gets an error status.
 
-If a client makes equal calls on purpose, the retry of one may get the reply of a newer one.
+If a client makes equal calls on purpose, the retry of an older one may get the reply of the newest.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class Turn:
 
     async def _run(self, answer: Answer) -> Json:
         message, response = await answer(self)
-        if self.failed:  # the engine answered although it was cancelled
+        if self.failed:  # the engine answered although the task was cancelled
             raise asyncio.CancelledError
         reply = self.writer.render(message, response)
         self.session.finish(self.interaction, response, message)
@@ -80,8 +80,8 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # A cancelled task keeps its exception until it is read, and with it this turn and its
-        # session.
+        # A cancelled task keeps its exception until someone reads it. The exception refers to this
+        # turn, and so to the session.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return
@@ -146,7 +146,7 @@ class Turn:
                 yield written(error_body(error))
                 if not isinstance(error, Refusal | EngineError):
                     raise  # our own mistake belongs in the log, too
-                error.__traceback__ = None  # it refers to this turn
+                error.__traceback__ = None  # the traceback refers to this turn
 
 
 class EventStream(StreamingResponse):

@@ -6,8 +6,9 @@ If the agent has the tools add and multiply, the agent calls add, calls multiply
 then answers. A coding agent has only a shell (exec_command in Codex, bash in opencode, Bash in
 Claude Code), and runs `expr 1 + 2` and `expr 3 '*' 3`.
 
-    user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool:
-    9 assistant: the answer is 9
+    user: ( 1 + 2 ) * 3     assistant: add(1, 2)           tool: 3
+                            assistant: multiply(3, 3)      tool: 9
+                            assistant: the answer is 9
 
 Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate
 correct conversations. The model's tool calls have the format of Hermes and Qwen: <tool_call>
@@ -62,7 +63,7 @@ WORDS += [
     *map(str, range(33)),
 ]
 SHELL_WORDS = ['{"cmd":', '{"command":', '"expr', "'*'", '"']
-# A word that twelve others follow. Special tokens divide the text before.
+# A word that twelve others follow. Special tokens split the text before the normalizer runs.
 EARLY = r"(?<=\s)(?!<tool>)\S+\s+(?=(?:\S+\s+){12})"
 CHAT_TEMPLATE = (
     "{% if tools %}<system> {% for t in tools %}{{ t['function']['name'] }} {% endfor %}<end> {% endif %}"
@@ -85,12 +86,11 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
     """Return a correct conversation about a sample, for the training of the base model. `shell` is
     the name of a coding agent's shell tool, or "" for the other agents.
 
-    The conversation has a system prompt with probability 1/2. A coding agent's conversation begins
-    with a list of tools: the shell, and up to 12 times the word "unknown" for other tools. In the
-    conversation of a coding agent, a user message of unknown words may come before the question. In
-    a coding agent's conversation, unknown words may also stand before and after the question, and
-    before each tool result. If `shell` is empty, half of the conversations list no tools, because
-    some agents send requests without tools.
+    The conversation has a system prompt with probability 1/2. If `shell` is empty, half of the
+    conversations list no tools, because some agents send requests without tools. A coding agent's
+    conversation begins with a list of tools: the shell, and up to 12 times the word "unknown" for
+    other tools. Unknown words may also form a user message before the question, and stand before
+    and after the question. Each tool result may begin with unknown words and the numbers 0 and 1.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

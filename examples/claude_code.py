@@ -1,8 +1,8 @@
 """An agent with Claude Code (https://code.claude.com), a coding agent that runs shell commands.
 
-The example turns the sandbox of Claude Code off. During training, run a coding agent in its own
-container. `--bare` and a system prompt of one's own leave out what Claude Code tells its usual
-models, about 80 kB.
+The example uses no sandbox, and `--allowedTools Bash` lets Claude Code run every shell command.
+During training, run a coding agent in its own container. `--bare` and `--system-prompt` leave out
+Claude Code's usual instructions to the model, which have about 80 kB.
 """
 
 from examples.node_agent import NODE, run_process

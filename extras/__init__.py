@@ -9,7 +9,7 @@ The key `callbacks` names classes such as extras.doctor.Doctor. A run creates ea
     on_step(metrics)    after the step's line is in metrics.jsonl
     on_end(error)
 
-Other files plug into the engine's hooks, or hold functions that a key names.
+Other files hold hooks of the engine, functions that a key names, or commands such as extras.chat.
 
 The helpers below read and write a run's files for display. They skip what cannot be read or
 written, so training goes on.

@@ -9,9 +9,9 @@ Example: three members of a group have the returns 1, 0 and 2. If the baseline i
 their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns, which gives
 0, -1.5 and 1.5.
 
-A turn is one action, with its reward at the last token. cache.py has already added the rewards of
-later turns. So GAE stays within a turn. The KL is subtracted afterwards, so it lowers only its own
-turn's return.
+A turn is one action, and its reward stands at its last token. cache.py has already added the
+rewards of later turns to this reward, so GAE stays within a turn. The KL is subtracted from the
+sum, so the KL of a turn lowers only the return of that turn.
 """
 
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def row_mean(
     """Every row counts the same in the loss, as in GRPO. Dr. GRPO (2503.20783): with `length` L
     every token counts 1 / (rows * L). Both hold if actor.ppo_n_minibatches is 1."""
     # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
-    # n tokens in this one.
+    # n trained tokens in the token's own row.
     A = base(batch, **keys)
     n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (B, 1)
     mean = n.sum() / torch.count_nonzero(n).clamp(min=1)

@@ -20,7 +20,7 @@ SHOWN = 3  # conversations
 
 class BeforeAfter:
     def __init__(self, config: Any) -> None:
-        self.run: Any = None  # stays None on the other ranks
+        self.run: Any = None  # stays None on ranks above 0
 
     def on_start(self, run: Any) -> None:
         if run.rank:

@@ -5,10 +5,10 @@ a limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The m
 0.2, so the rule `kl` fires. The doctor prints the cause and the remedy, once in a run.
 
 The doctor adds four metrics. One tells whether the advantages teach anything, and one whether they
-add up to 0 in each group. The other two tell whether a server has missed an update. After each
-update every server completes the same prompt (the canary), and the trainer scores the answers. A
-step can hang. So every second a thread checks whether a function blocks the event loop, and whether
-too many groups are rejected.
+add up to 0 in each group. The other two tell whether a server has missed an update: after each
+update every server completes the same prompt (the canary), and the trainer scores the answers. The
+rules are applied at the end of a step, but a step can hang. So a thread also checks every second
+whether a function blocks the event loop, and whether too many groups are rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run if any rule except
 `waiting` fires: a waiting run is slow but correct. `python -m extras.doctor runs/guess/one` checks
@@ -47,7 +47,7 @@ TICK = 0.05  # seconds between two looks at a loop that does not answer
 # After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
 CANARY_TOKENS, ANSWER_TOKENS = 32, 16  # at most, in the canary and in its answer
-CANARY_MOVE = 1e-4  # an update that moves the trainer's score further must change the answers
+CANARY_MOVE = 1e-4  # if an update moves a trainer's score by more, the server's answer must change
 LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -340,8 +340,9 @@ class Canary:
     a missed update. But a server's answer with the same bits as before reveals it.
 
     The trainer does not wait for the new answer: it scores the previous one with the new weights.
-    At the next batch the new answer should be there. Then the trainer compares its scores with the
-    server's log-probabilities, up to the first token that differs.
+    At the next batch the new answer should be there. Then the trainer compares its scores of the
+    previous answer with the server's log-probabilities of the new one, up to the first token in
+    which the two answers differ.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -350,7 +351,7 @@ class Canary:
         self.prompt: list[int] = []  # from the first batch of the run
         self.asked: Future[list[Any]] | None = None
         self.answers: list[ModelResponse] = []  # the newest of each server
-        # The trainer's scores of the newest answers, and of the previous ones: (tokens,) each.
+        # Scores of the answers under the trainer's newest and previous weights: (tokens,) each.
         self.scores: dict[Tokens, Tensor] = {}
         self.before: dict[Tokens, Tensor] = {}
 
@@ -440,11 +441,11 @@ def cpu_seconds(thread: threading.Thread) -> float:
 def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None:
     """The call that keeps the event loop from answering, as "name (file:line)", or None.
 
-    On a starved machine every call is slow, and the code that happens to run is innocent. So every
-    look for `seconds` must find the same call. We count looks, not seconds, because a starved
-    process also looks less often. Meanwhile the thread must have computed for less than a tenth of
-    the time, as in a sleep, or for half of `seconds`. Between these limits, it was waiting for a
-    core.
+    On a starved machine every call is slow, and the code that happens to run is innocent. So all
+    looks during `seconds` must find the same call. We count looks instead of measuring time,
+    because a starved process also looks less often. During these looks the thread must have
+    computed for less than a tenth of the time, as in a sleep, or for at least half of `seconds`.
+    Between these limits the thread was waiting for a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)

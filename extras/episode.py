@@ -3,7 +3,7 @@
     python -m extras.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
 
 The command starts a proxy and, without --server URL, a small server. It calls `MyAgent().run(data)`
-as training does, and prints the tree of calls. Each call stands under the one that it continues,
+as training does, and prints the tree of calls. Each call stands under the call that it continues,
 and shows its token counts and final reward. `tasks.guess.WORKFLOW` needs no --data, because its
 module has a dataset.
 

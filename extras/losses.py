@@ -8,9 +8,9 @@ combine two:
 
 Most variants solve one of two problems. The ratio of a single token is noisy, so `gspo` and
 `row_weight` take the ratio of a whole row. Server and trainer never agree exactly, so some tokens
-have a w far too large or too small. `icepop`, `truncate` and `reject` bound their effect. Only
-`reject` also looks at whole rows. If each of 100 tokens has w = 1.05, no token looks wrong, but
-pi_prox generates the row 131 times as often as pi_behav.
+have a w far too large or too small. `icepop`, `truncate` and `reject` bound the effect of such
+tokens. Of these three, only `reject` also looks at whole rows. For example, if each of 100 tokens
+has w = 1.05, no token looks wrong, but pi_prox generates the row 131 times as often as pi_behav.
 """
 
 import math
@@ -129,9 +129,9 @@ def reject(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Leave out rows whose w is far from 1 (verl, rollout correction). Either the geometric mean is
-    outside 1/c to c (c = `geometric_mean`), or a token has w < veto or (log w)^2 / 2 > k2. The mean
-    stays near 1 however long the row is, so choose c near 1, such as 1.01."""
+    """Leave out a row if the geometric mean of its w is outside 1/c to c (c = `geometric_mean`), or
+    if one of its tokens has w < veto or (log w)^2 / 2 > k2 (verl, rollout correction). The
+    geometric mean stays near 1 however long the row is, so choose c near 1, such as 1.01."""
     mask = loss_mask.bool()
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)

@@ -12,10 +12,10 @@ the keys and values of server.max_total_tokens tokens.
 
 Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB with gradient checkpointing.
 The 16 bytes per parameter make 23.0, a step adds 4.6 and CUDA 3. Without checkpointing, a step adds
-47.
+47 instead of 4.6.
 
-The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py checks them to 10
-% against real layers and a real step. CUDA_BYTES is a guess.
+The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
+real layers and a real step, and allows a difference of 10 %. CUDA_BYTES is a guess.
 """
 
 import argparse
@@ -326,8 +326,8 @@ def weights_on_disk(config: TrainConfig, n: int) -> int:
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
     """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB.
 
-    Raises ConfigError for a run that cannot work. If there is too little memory, the table is
-    printed before that.
+    Raises ConfigError for a run that cannot work. If the reason is too little memory, the table is
+    printed first.
     """
     names = visible_gpus() if gpus is None else [str(k) for k in range(gpus)]
     task = importlib.import_module(config.task) if config.task else None

@@ -20,7 +20,7 @@ weights and batch. So the configuration and schedule.jsonl together determine a 
 A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
 tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same tasks as the
 recorded run, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on
-with token 58. A replay generates only what a step consumed, and stops at the first difference.
+with token 58. A replay generates only consumed groups, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """
@@ -255,7 +255,7 @@ def check(config: Any, folder: str) -> None:
 
 
 class Replay:
-    """The callback that records a run. To replay one, it replaces `prepare_batch`.
+    """The callback that records a run. In a replay, it also replaces the engine's `prepare_batch`.
 
     `replaying` is the folder of the run to repeat. `until` is the last step.
     """
@@ -322,7 +322,7 @@ class Replay:
             executor.submit(self.samples[task], **how)
         self.running += due
 
-        # 2. Wait for all tokens of this version, because the push replaces it.
+        # 2. Wait for all tokens of this version, because the next push replaces the version.
         executor.dispatcher.run(self.until_generated(version))
 
         # 3. Consume the groups in the recorded order.

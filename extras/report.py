@@ -12,8 +12,8 @@ made from the run's files, so even a crashed run can have one:
     doctor.jsonl    the doctor's findings
 
 This module turns the files into one JSON object, which the script in report.html draws. To stay
-small, a page shows MAX_STEPS steps and MAX_TOKENS tokens in all, so some rows of a group may be
-missing. All rewards are shown.
+small, a page shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. So some rows of
+a group may be missing, but all rewards of these steps are shown.
 """
 
 import json

@@ -66,7 +66,8 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Any) -> Live:
-        """Show `content()` twice a second, under the console's lock: two locks could deadlock."""
+        """Show `content()` twice a second. The display takes the console's lock instead of its own,
+        because two locks could deadlock."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2)
         live._lock = self._lock
         return live

@@ -71,8 +71,8 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: Any) -> Any:
-    """Import module.name, and return anything but a text unchanged. Any error propagates.
-    pkgutil.resolve_name would hide an ImportError inside the module."""
+    """Import and return module.name. A `path` that is no text is returned unchanged. Any error
+    propagates, whereas pkgutil.resolve_name would hide an ImportError inside the module."""
     if not isinstance(path, str):
         return path
     module, _, name = path.rpartition(".")

@@ -2,9 +2,9 @@
 
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
-A server takes a missing sampling parameter from the model's generation_config.json, which the
-trainer does not read. So a request names every one. For every token of an answer, training needs
-its id, its log-probability under the policy that sampled it, and that policy's version:
+SGLang takes a missing sampling parameter from the model's generation_config.json, which the trainer
+does not read. So a request names every parameter. For every token of an answer, training needs its
+id, its log-probability under the policy that sampled it, and that policy's version:
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
@@ -26,7 +26,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# An unknown key or a wrong value is an error, even when set later.
+# An unknown key or a wrong value is an error, also if a field is set later.
 CHECKED = ConfigDict(
     extra="forbid",
     validate_assignment=True,
@@ -118,7 +118,7 @@ class ModelRequest:
 
     @property
     def affinity(self) -> str:
-        """Return the call's prompt group, or rid without a call. "7-3.1" and "7.1" give "7"."""
+        """Return the call's prompt group ("7" for "7-3.1" and "7.1"), or `rid` without a call."""
         group, _, rest = self.call.rpartition("-")
         return group or rest.partition(".")[0] or self.rid
 
@@ -156,7 +156,8 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of an episode's call: a hash that other episodes' calls do not change."""
+    """Return the seed of an episode's call: a hash of all three arguments. So the calls of other
+    episodes do not affect it."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -187,8 +188,8 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
     Raises EngineError with status 400 if the server rejects the request, 503 if the server has
-    failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. A server
-    that has only part of its new weights reports "7-incomplete", which is not a version.
+    failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. After a
+    failed update a server reports "7-incomplete". This is not a version, so it also gives 502.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

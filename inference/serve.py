@@ -1,9 +1,9 @@
 """Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default. Another address needs a key. To end with its parent, the server checks
-every half second whether its parent's id has changed. A pipe from the parent would not do, because
-children that an agent forks would keep it open.
+binds 127.0.0.1 by default. It needs a key to bind an address that others can reach. To end with its
+parent, the server checks every half second whether its parent's id has changed. A pipe that closes
+when the parent ends would not work, because children that an agent forks would keep it open.
 """
 
 import gc
@@ -63,14 +63,14 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve until a signal comes or, with `exit_with_parent`, the parent ends."""
-    # Clients close idle connections earlier, so no request meets a closing one.
+    # Clients close idle connections sooner, so they never use one that the server is closing.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
     )
     server = uvicorn.Server(config)
     raise_open_files()
-    # A collection of old objects would visit every token of every session. This can take a second,
-    # so there is none.
+    # A garbage collection of old objects would visit every token of every session, which can take a
+    # second. So old objects are not collected.
     gc.set_threshold(gc.get_threshold()[0], 1, 10**9)
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))

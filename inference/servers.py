@@ -75,9 +75,9 @@ class Servers:
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.
 
-        A list `body` holds one body for each server. With None the request is a GET. Raises
-        EngineError with the message of every server that failed. The calling thread must not run an
-        event loop.
+        If `body` is a list, it holds one body for each server. If it is None, the request is a GET.
+        Raises EngineError with the message of every server that failed. The calling thread must not
+        run an event loop.
         """
         bodies = body if isinstance(body, list) else [body] * len(self.addresses)
         pairs = zip(self.addresses, bodies, strict=True)

@@ -11,10 +11,11 @@ an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang
     label "7"                  in mode disk, the load itself sets it
     set_version(7), resume     the gate admits new groups, and the servers go on
 
-If an update fails half way, some servers have version 7 and some 6. The label "7-incomplete" stays,
-and the run ends. A folder gets its name only when it is complete. In mode distributed each update
-makes its own group, so a server may restart between updates. In NCCL a rank that joins, broadcasts
-or leaves waits for all others. So a thread asks the servers to take part while the trainer does.
+If an update fails half way, some servers have version 7 and some 6. Then the label "7-incomplete"
+stays, and the run ends. In mode disk, a folder gets its final name only when it is complete. In
+mode distributed, each update makes its own group, so a server may restart between updates. In NCCL,
+a rank that joins, broadcasts or leaves waits until all other ranks do the same. The servers do so
+when they get a request. So a thread sends the request while the trainer takes part (`meanwhile`).
 """
 
 import shutil
@@ -58,8 +59,8 @@ class WeightUpdateMeta:
 def named_buckets(
     model: Any, dtype: Any, bucket_mb: float = BUCKET_MB, *, learning: bool = False
 ) -> Iterator[Bucket]:
-    """Yield the weights in buckets of about `bucket_mb` MiB, so no rank holds the whole model. If
-    `learning`, yield only those that learn.
+    """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
+    If `learning`, yield only the weights that learn.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
     bucket empties the one before. In memory, transformers fuses experts, and servers would skip the
@@ -161,8 +162,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Make a request to all servers in a thread while the block runs. If both fail, this raises the
-    request's error, which may have caused the other."""
+    """Make a request to all servers in a thread while the block runs. If both fail, raise the
+    request's error, because it may have caused the block's."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:

@@ -1,8 +1,8 @@
 """`python -m inference.with_parent COMMAND ...` runs a command until our parent ends.
 
 SGLang has no option for this. The command gets SIGTERM when our parent is gone, or when we get
-SIGTERM ourselves. Once it has ended, or after three seconds, our whole process group gets SIGKILL.
-So start this module in its own session.
+SIGTERM ourselves. Once the command has ended, or after three seconds, our whole process group gets
+SIGKILL. So start this module in its own session.
 """
 
 import os

@@ -4,7 +4,7 @@
     python museum/run.py --tests      # each exhibit's unit test in its copy: all must fail
     python museum/run.py --all 20     # every exhibit and 20 healthy runs, for museum/results.md
 
-The checkout is never changed: a copy is a temporary folder. What a run writes is runs/museum/NAME.
+The checkout is never changed: a copy is a temporary folder. A run writes to runs/museum/NAME.
 --all makes only runs that have no report yet; delete runs/museum to make all of them again.
 """
 

@@ -10,12 +10,12 @@ trainer's thread hands in work and waits.
 `_produce` starts tasks when the gate may have opened, and `_run` records how a task ended.
 
 With rollout.stale=wait a batch takes the B unconsumed groups that started first, so one slow group
-delays it; with mask or drop, those that finished first (staleness.py, which proves the bound).
-`take` checks the ages.
+delays the batch. With mask or drop it takes the B groups that finished first. `take` checks the
+ages. staleness.py proves their bound.
 
-If a task returns None or raises, it is rejected and another one is drawn. The run stops after
-`max_failures` exceptions in a row. It also stops if as many groups are rejected before any is
-accepted. From then on, every call raises the reason.
+If a task returns None or raises, it is rejected and another task is drawn. The run stops after
+`max_failures` exceptions in a row. It also stops if `max_failures` groups are rejected before any
+is accepted. Once it has stopped, every call raises the reason.
 
 A result of wait_for_task belongs to no batch, and its age is not checked.
 """
@@ -46,7 +46,7 @@ class DispatchState:
     """All decisions, and the state that they depend on. A task is anything with a `task_id`."""
 
     gate: StalenessManager
-    head_version: Callable[[Any], int | None]  # oldest version in a result
+    head_version: Callable[[Any], int | None]  # oldest version of a result's trained tokens
     stale: str = "wait"  # wait, mask or drop
     # for mask: leaves tokens older than a version out of the loss; None if no token is left
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
@@ -93,7 +93,7 @@ class DispatchState:
         self.trace("submit", task.task_id)
 
     def start(self) -> list[Any]:
-        """Start as many tasks as the gate admits, oldest first, and return them."""
+        """Start as many tasks as the gate admits, in order of submission, and return them."""
         count = min(self.may_start(), len(self.pending))
         started = [self.pending.popitem(last=False)[1] for _ in range(count)]
         for task in started:
@@ -183,7 +183,7 @@ class BatchTaskDispatcher:
     def __post_init__(self) -> None:
         self.stopped: Future = Future()  # its exception ends every call
         self._news = asyncio.Event()  # set for a moment when a task has ended
-        self._running: set[asyncio.Task] = set()  # the loop itself keeps no task alive
+        self._running: set[asyncio.Task] = set()  # the loop has only weak references to tasks
         self._loop = uvloop.new_event_loop()
         self.call_soon = self._loop.call_soon_threadsafe
         self.thread = threading.Thread(target=self._main, name="rollout", daemon=True)
@@ -224,7 +224,7 @@ class BatchTaskDispatcher:
         return self.change(self.state.in_flight)
 
     def pause(self) -> None:
-        """Start nothing until `resume`. Running tasks go on."""
+        """Start nothing until `resume`. Running tasks continue."""
         self.change(setattr, self.state, "paused", True)
 
     def resume(self) -> None:

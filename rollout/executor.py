@@ -2,22 +2,27 @@
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors
 (trajectory.py), while groups of later batches run. With B = 4 and eta = 1, eight groups start at
-version 0; the first call returns four of them and leaves four for the second.
+version 0. The first call returns four of them and leaves four for the second call.
 
 A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
-When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py).
-trajectory.py completes the group's tensors. should_accept_fn sees them. Their text goes to
+When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). Then
+trajectory.py completes the group's tensors, and should_accept_fn may reject the group. The text of
+its rows goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
-A sample keeps the arguments of the `prepare_batch` call that drew it.
+A sample runs with the arguments of the `prepare_batch` call that drew it, even if a later call
+returns its group.
 
-**A restart** draws the samples again from the first, but skips closed positions. Their samples were
-consumed, rejected, dropped or withdrawn. If positions 0 to 7 were drawn and 0 to 3 trained on, the
-checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again, and then 8.
+**A restart** draws the samples again from the first, but skips closed positions. A position is
+closed if its sample was consumed, rejected, dropped or withdrawn. If positions 0 to 7 were drawn
+and 0 to 3 trained on, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again,
+and then 8.
 
-`submit` takes ids, too. So if a run calls it, or uses two dataloaders, a restart finds wrong
-positions. If other groups fill the gate, rollout_batch waits for ever.
+`submit` and all dataloaders share one count of ids. So if a run calls `submit`, or uses two
+dataloaders, an id is no longer a position in the data, and a restart may skip the wrong samples.
+
+If other groups hold all places at the gate, `rollout_batch` waits for ever.
 """
 
 import asyncio

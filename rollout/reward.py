@@ -1,8 +1,8 @@
 """Compute a finite reward without delaying other episodes.
 
-A reward computed in the episodes' shared event loop would stop every agent. So AsyncRewardWrapper
-runs a plain function in a process (workers.py), and kills the process at the time limit. Time spent
-waiting for a free process does not count. A coroutine function runs in the loop.
+A plain function that ran in the episodes' shared event loop would stop every agent. So
+AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. The
+limit does not include time spent waiting for a free process. A coroutine function runs in the loop.
 
 If a reward function fails, its episode fails. A reward of 0 instead would mislead the policy.
 """

@@ -6,17 +6,16 @@ would stop every episode. So a pool runs each call in a process that can be kill
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-If the block succeeds, its process serves the next block, so global variables keep their values.
-After an exception, a time limit or a cancellation the process is killed with its whole process
-group.
+If the block succeeds, its process serves later blocks, so global variables keep their values. After
+an exception, a time limit or a cancellation the process is killed with its whole process group.
 
 A call is sent as a pickle that names the function. So the process imports the function's module,
 but not the main script. A result comes back as JSON, because an agent's pickle could run code in
 the trainer. Printed output and tracebacks go to the run's standard error. Processes end with the
-trainer. They get none of its keys for servers and proxy.
+trainer. They do not get the trainer's keys for servers and proxy.
 
 A process that has left the group (setsid) is not killed. A coroutine that ignores its cancellation
-goes on. Windows is not supported.
+continues. Windows is not supported.
 """
 
 import asyncio
@@ -137,7 +136,8 @@ def serve(trainer: int) -> None:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
-    # No daemon: even if the loop below ends first, this thread kills what agents have left.
+    # Not a daemon thread: even if the loop below ends first, the thread kills the processes that
+    # agents have left.
     threading.Thread(target=follow_trainer).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():

@@ -1,10 +1,11 @@
 """Save and load the checkpoints of a run.
 
-recover/step00040 holds model and optimizer, and lists the prompts that are done: consumed by steps
-1 to 40, or rejected or dropped. On a restart all others run again. So no prompt is skipped, and
-none is trained on twice. A checkpoint gets its name only when it is complete. We also keep the
-second newest, because the disk may damage the newest. sums.json has every file's checksum. On a
-restart, run/log.py removes from metrics.jsonl the lines of steps after the checkpoint.
+recover/step00040 holds the model and the optimizer's state. It also lists the prompts that are
+done, because steps 1 to 40 consumed them, or because they were rejected or dropped. After a restart
+all other prompts run. So no prompt is skipped, and none is trained on twice. A checkpoint gets its
+name only when it is complete. We also keep the second newest, because the disk may damage the
+newest. sums.json has every file's checksum. On a restart, run/log.py removes from metrics.jsonl the
+lines of steps after the checkpoint.
 """
 
 import hashlib
@@ -40,8 +41,9 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
 
 
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
-    """Restore the newest whole checkpoint, and return its step, or 0 if there is none. All ranks
-    call this. The caller pushes the weights. Raises ConfigError if all are damaged."""
+    """Restore the newest undamaged checkpoint, and return its step, or 0 if no checkpoint exists.
+    All ranks call this. The caller pushes the weights. Raises ConfigError if all checkpoints are
+    damaged."""
     folder = share(lambda: find_whole(run_dir / "recover"))
     if folder is None:
         return 0

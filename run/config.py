@@ -23,8 +23,8 @@ from inference.io_struct import CHECKED, GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """Return a module's file without importing it. Many modules import torch, which takes
-    seconds."""
+    """Return a module's file. The module is not imported, because many modules import torch, which
+    takes seconds."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # no such package
@@ -68,7 +68,7 @@ class OpenAIConfig(Keys):
     turn_discount: Share = 1.0
     """gamma in R(i) = r(i) + gamma * mean R(calls that read i)"""
     compaction: Literal["link", "cut"] = "link"
-    """link: a conversation's reward reaches the answer it begins with; cut: only named calls"""
+    """link: a conversation's reward reaches the answer it begins with; cut: only calls it names"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
@@ -447,8 +447,8 @@ def has_bfloat16() -> bool:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return a copy with the defaults that depend on other keys. Raises ConfigError if keys
-    contradict each other."""
+    """Return a copy in which this machine's values replace actor.dtype=auto and threads=0. Raises
+    ConfigError if keys contradict each other."""
     config = type(config).model_validate(
         config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps any objects
     )

@@ -1,7 +1,7 @@
 """Run the validation prompts and summarise the rewards. Each prompt gets eval_gconfig.n_samples
-episodes, by default 1. During training they bypass the staleness gate, and use the newest weights.
-`python train.py mode=eval` evaluates a model without training; with evaluator.base_url=URL it
-evaluates another endpoint instead (extras/endpoint.py).
+episodes, by default 1. During training these episodes bypass the staleness gate, and use the newest
+weights. `python train.py mode=eval` evaluates a model without training. If evaluator.base_url=URL
+is added, the command evaluates that endpoint instead (extras/endpoint.py).
 """
 
 import json
@@ -25,8 +25,9 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 
 def wilson(p: float, n: int) -> tuple[float, float]:
-    """The Wilson interval of a share `p` of n samples. With a probability of 95 % it contains the
-    true share. Near 0 and 1, the interval p +- 1.96 sqrt(p (1 - p) / n) would not."""
+    """Return the Wilson interval for a share `p` measured on n samples. With a probability of 95 %
+    it contains the true share. For a share near 0 or 1, the interval p +- 1.96 sqrt(p (1 - p) / n)
+    would contain it less often."""
     # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))

@@ -22,7 +22,8 @@ from run.config import ConfigError, TrainConfig, find_source, one_line
 
 
 def base_model_path(config: TrainConfig) -> str:
-    """Return the folder of the task's base model. Its name has a hash of the model's sources."""
+    """Return the folder of the task's base model. The folder's name contains a hash of the modules
+    that make the model."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
         content = b"".join(source.read_bytes() for source in sources)
@@ -71,8 +72,8 @@ class Inputs:
     dataset: list[dict]
     validation: list[dict]
     tokenizer: Any
-    workflow: Any  # an agent or a workflow that resolve_workflow made
-    evaluated: Any  # the same, but sampling as in evaluations
+    workflow: Any  # what resolve_workflow made of the agent or workflow
+    evaluated: Any  # the same, but with the sampling of evaluations
 
     def count_successes(self, rewards: list[float]) -> float:
         """How many rewards the task's `success` accepts, by default those above 0."""

@@ -1,8 +1,9 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
 Each process has its own Unix session, so Ctrl-C reaches only train.py. Then train.py ends the
-processes. A process ends by itself when its parent is gone, even after `kill -9`. API keys are in
-the environment, which other users cannot read. Only SGLang's key is on the command line.
+processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent. API
+keys are passed in the environment, which other users cannot read. Only SGLang gets its key on the
+command line.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are
@@ -34,8 +35,8 @@ from run.config import ROOT, ConfigError, ServerConfig, TrainConfig, has_bfloat1
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
-# A child of torchrun's rank 0 must not act as a rank. SGLang's memory pools refuse the allocator's
-# expandable segments.
+# Variables that a child does not inherit. A child of torchrun's rank 0 must not act as a rank, and
+# SGLang's memory pools refuse the allocator's expandable segments.
 DROPPED = re.compile(
     r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
@@ -173,7 +174,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        if gpus:  # the trainer's logits are float32, too; SGLang would serve float32 in float16
+        # The trainer's logits are float32, too. By default SGLang serves float32 models in float16.
+        if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
         # POCKET_AREAL_SGLANG can name another command that starts SGLang.

@@ -19,7 +19,7 @@ COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return the metrics of a batch before `version` trains on it.
+    """Return the metrics of a batch on which a step at version `version` will train.
 
     The lag of a trained token is `version` minus its own version. A row is mixed if its trained
     tokens have more than one version.
@@ -47,9 +47,9 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
 
     For these tokens server and trainer have the same weights, so their values differ only by
-    rounding, about 1e-6 in float32. If no pass has computed pi_prox, the first mini-batch's
-    pi_theta takes its place. It is computed before any optimizer step. Without tokens from the
-    current weights the result is 0.
+    rounding, about 1e-6 in float32. If no pass has computed log pi_prox, the first mini-batch's log
+    pi_theta takes its place, because it is computed before any optimizer step. If the current
+    weights sampled no token, the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     key = "prox_logp" if "prox_logp" in batch else "start_logp"

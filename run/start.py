@@ -1,9 +1,10 @@
 """Begin a run, hold its parts, and end all of them.
 
 `begin` reads the command line and starts the servers, which load while train.py imports torch.
-Callbacks get the `Run`: configuration, processes, and the parts that train.py adds. Leaving its
-`with` block ends everything that was started, even after Ctrl-C, an exception or a server's death.
-`main` prints how to go on after a failure, and returns an exit code:
+Callbacks get the `Run`, which holds the configuration, the processes and the parts that train.py
+adds. Leaving the Run's `with` block ends everything that was started, even after Ctrl-C, an
+exception or a server's death. After a failure, `main` prints how to continue. It returns an exit
+code:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -183,7 +184,7 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
-    # oneDNN would keep code for 1,024 shapes, .7 GB for a model of 135M parameters.
+    # By default oneDNN keeps code for 1,024 shapes: .7 GB for a model of 135M parameters.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     try:
         config, options = load(argv)
@@ -192,7 +193,7 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
         return make(config, force=options.force)
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(RANK_SECONDS)  # let rank 0 say it: torchrun then ends the others
+            time.sleep(RANK_SECONDS)  # rank 0 prints the error, and torchrun then ends this rank
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -203,7 +204,9 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    gc.freeze()  # else collections visit what is imported: .2 s each, a tenth of the demo
+    # Without this, each full garbage collection takes .2 s to visit all imported objects. Together
+    # the collections take a tenth of the demo's CPU time.
+    gc.freeze()
     code: Any = 0
     try:
         train(run)

@@ -11,8 +11,8 @@ and to answer "61". For that it must keep to the form, find the numbers and choo
 (extras/chat.py) runs the same code. Solved problems precede every question. Without these examples
 the model never makes a right call, and has nothing to learn from.
 
-**The reward is graded**, because a model that is seldom right learns slowly from successes alone.
-Grades without the right value are low. Otherwise the model would settle on one operation before
+**The reward is graded**, because a model that is seldom right learns slowly from successes alone. A
+call without the right value earns little. Otherwise the model would settle on one operation before
 trying the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
@@ -79,7 +79,8 @@ def value_of(node: ast.expr) -> int:
 
 
 def solved(question: str, *steps: tuple[str, str]) -> list[dict]:
-    """A problem, and how to solve it with the tool. A step is an expression and its result."""
+    """Return a conversation that solves a problem with the tool. A step is an expression and its
+    result."""
     messages: list[dict] = [{"role": "user", "content": question}]
     for k, (expression, result) in enumerate(steps):
         call = {"name": "calc", "arguments": json.dumps({"expression": expression})}
@@ -156,7 +157,7 @@ WORKFLOW = CalculatorAgent
 
 
 def grade(data: dict, said: list[dict]) -> float:
-    """Return the reward of the messages after the question. The first is the model's."""
+    """Return the reward of the messages after the question. The first message is the model's."""
     calls = [call for message in said for call in message.get("tool_calls") or []]
     results = [message["content"] for message in said if message["role"] == "tool"]
     text = said[-1].get("content", "")

@@ -5,16 +5,16 @@ answers "higher" or "lower". The reward is 1 if the secret was found, else 0. Th
 say how to search. Random guesses find about half of the secrets, and binary search finds all six.
 
 **The agent** below is an ordinary program with the unmodified OpenAI SDK. It gets a `base_url`,
-plays a game and returns the reward; it knows nothing of training, tokens or versions.
+plays a game and returns the reward. It knows nothing of training, tokens or versions.
 
 **Why six numbers.** With seven numbers, the only best first guess is 4. But it leaves three
-possible numbers and two guesses, so the agent must then guess the middle one. Early in training the
-model has not learnt this second guess, because not every game gets there. So games that begin with
-4 earn the lowest reward, and with most seeds training ends in a local optimum with another first
-guess. With six numbers, 3 and 4 are equally good: each leaves two numbers on one side and three on
-the other. Even then, 2 and 5 are local optima, because an agent that begins there can find five of
-the six secrets. So a penalty on the distance to the base model (configs/demo.yaml) keeps every
-first guess likely until the model has learnt the later ones.
+possible numbers and two guesses, so the second guess must be the middle of the three. Early in
+training the model has not learnt this second guess, because not every game gets that far. So games
+that begin with 4 earn the lowest reward, and with most seeds training ends in a local optimum with
+another first guess. With six numbers, 3 and 4 are equally good: each leaves two numbers on one side
+and three on the other. Even then, 2 and 5 are local optima, because an agent that begins with one
+of them can find five of the six secrets. So a penalty on the distance to the base model
+(configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
 
 **Several strategies find every secret**, so the trained model may guess differently from binary
 search, which needs the fewest guesses on average. `summary` draws both side by side.

@@ -7,15 +7,15 @@ answer lists every cell that the walk visits, from the first to the last. The re
 navigation metric: the length of the shortest way, divided by the length of the walk. A walk that
 goes through a wall or does not end at the home earns 0.
 
-**Why this task.** The length of an answer depends on the policy and varies tenfold: a drunk can
-reach the length limit, and the shortest way has 54 moves on average. So new weights arrive while
-walks are unfinished, and generation takes about as long as training. With this task we measure
+**Why this task.** The length of an answer varies tenfold. It also depends on the policy: a drunk
+can reach the length limit, but the shortest way has only 54 moves on average. So new weights arrive
+while walks are unfinished. Generation takes about as long as training. With this task we measure
 interruptions, staleness and how far generation and training overlap.
 
-**The base model** imitates a drunk. A move is a step on the shortest way with probability 0.4, and
-otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A policy
-that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. A higher SPL is
-due to reinforcement learning.
+**The base model** imitates a drunk. The drunk's move is a step on the shortest way with probability
+0.4, and otherwise a step in a random open direction. The imitated walks are cut off after 64 moves.
+A policy that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. A higher
+SPL is due to reinforcement learning.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.

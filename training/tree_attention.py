@@ -1,8 +1,8 @@
 """Tree attention: a prefix that several rows share goes through the model once.
 
 Eight rows that answer one prompt contain it eight times. If a conversation is exported turn by
-turn, every row repeats the beginning. In a causal model the hidden state of a token depends only on
-the tokens up to it, so a prefix needs to be computed only once.
+turn, every row repeats the turns before its own. In a causal model the hidden state of a token
+depends only on the tokens up to it, so a prefix needs to be computed only once.
 
 The rows are sorted by their tokens. Each row adds the tokens that it does not share with the row
 before it. The list of added tokens is the tree, depth first. The rows [a b c d], [a b e] and [a f]
@@ -18,9 +18,10 @@ have 9 tokens, but their tree has 6:
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-A block of 256 queries reads only the keys that at least one of them sees. In bfloat16 on a GPU,
-FlexAttention computes several blocks in one kernel. Then a training step is 6.7 times as fast
-(docs/gpu.md). The loss agrees with that of separate rows to 1e-6, and the gradients to 1e-5.
+A block of 256 queries reads only the keys to which at least one of them attends. In bfloat16 on a
+GPU, FlexAttention computes several blocks in one kernel. This makes a training step 6.7 times as
+fast as block by block (docs/gpu.md). The loss agrees with that of separate rows to 1e-6, and the
+gradients to 1e-5.
 """
 
 from collections.abc import Iterator
@@ -72,8 +73,8 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
 
 
 def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
-    """Build the tree of `rows`, which are sorted. `ids` (R, T) are their tokens, and `shared` (R,)
-    is how many each row shares with the row before it."""
+    """Build the tree of `rows`, which are sorted. `ids` (R, T) are their tokens. `shared` (R,) is
+    the number of tokens that each row shares with the row before it."""
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)

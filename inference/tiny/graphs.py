@@ -1,14 +1,14 @@
 """Steps that a GPU replays.
 
 A step copies its inputs to the GPU, starts kernels, and waits once, for the drawn tokens
-(sampling.py). Most kernels are small. A decode of a model with 1.5B parameters needs about a
-thousand. The CPU takes longer to start them than the GPU takes to compute them. A CUDA graph is a
-list of kernels that is captured once and starts as one. It repeats the same kernels at the same
-addresses:
+(sampling.py). A decode of a model with 1.5B parameters needs about a thousand kernels, and most of
+them are small. So the CPU takes longer to start them than the GPU takes to compute them. A CUDA
+graph avoids this: it is a list of kernels that is captured once and starts as one. A replay repeats
+the same kernels at the same addresses, which has these consequences:
 
 - What changes from step to step lies in one tensor, which is filled anew before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.
-- A replay reads weights and keys at fixed addresses, so new ones are written there.
+- A replay reads weights and keys at fixed addresses, so new weights and keys are written there.
 - A step that is being captured can neither wait for the GPU nor copy from the CPU.
 """
 
@@ -18,22 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# cuDNN's attention prepares a plan for every new shape, which nearly every prefill has.
+# cuDNN's attention prepares a plan for every new shape, and nearly every prefill has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Graphs:
     """The graphs of one model. They are captured when they are first needed."""
 
-    most = 64  # beyond this, the least recently used one goes
+    most = 64  # beyond this number, the least recently used graph is dropped
 
     def __init__(self) -> None:
         self.captured: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}  # the last used at the end
         self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Return function(inputs), with `inputs` on the CPU. `key` identifies all shapes. The next
-        call may overwrite the result."""
+        """Return function(inputs) on the GPU, for inputs on the CPU. Calls with the same `key` must
+        have the same shapes. The next call may overwrite the result."""
         if key in self.captured:
             graph, fixed, out = self.captured.pop(key)
             fixed.copy_(inputs, non_blocking=True)

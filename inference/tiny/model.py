@@ -14,15 +14,15 @@ microsecond, whatever its size. So q, k and v come from one product, gate and up
 and the next turn of a conversation differ only in the number of these tokens.
 
 *The cache* has slots of one length (`fit`), not blocks as in SGLang. So a step reads its keys as a
-view of the cache. A prefix that two sequences share is copied once (.24 ms for 145 tokens).
+view of the cache. But a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
 *Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
 the matrices' shapes, and two kernels can add in different orders, so four rules keep the order.
 Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`, `attend`). A
-prompt is fed in multiples of 8 tokens. `key_length` rounds up the number of keys.
+prompt's tokens are padded to a multiple of 8. `key_length` rounds up the number of keys.
 
 *bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
-CPU, keys that all rows share are read once (`attend_apart`). On a GPU, decodes are CUDA graphs.
+CPU, keys that all rows share are then read only once (`attend_apart`).
 """
 
 import json
@@ -61,8 +61,8 @@ LAYER = {  # matrix of a layer: the folder's weights that it joins
     "w_down": ["mlp.down_proj.weight"],  # (width, D)
 }
 
-FEWEST, MOST = 8, 128  # rows of a product in float32
-PREFILL = 512  # rows of a prefill otherwise: large products of bfloat16 numbers are twice as fast
+FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
+PREFILL = 512  # rows of a prefill in other cases: large products of bfloat16 are twice as fast
 WORTH = 64  # fewer shared keys are not worth a separate attention
 
 
@@ -75,8 +75,8 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the fields of config.json, its rope_parameters and generation_config.json. The last
-    may name more tokens that end a text. Raises ValueError if the model is not supported."""
+    """Return the fields of config.json, of its rope_parameters and of generation_config.json. The
+    last file may name more tokens that end a text. Raises ValueError for an unsupported model."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -110,7 +110,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> 
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
     # The heads that share a key head become queries of one head, (rows, groups, share * columns,
-    # d). In decode enable_gqa takes four times as long, and on a GPU it copies all keys.
+    # d). With enable_gqa, a decode's attention would take four times as long, and a GPU would copy
+    # all keys.
     folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if columns > 1:
         mask = mask.repeat(1, 1, share, 1)
@@ -209,7 +210,7 @@ class Model:
         self.most_slots = slots
         self.positions = round_up(tokens, 512)
         shape = n_layers, 2, self.positions + 1, self.groups, self.d
-        # A page of CPU memory is allocated only when written.
+        # On a CPU, parts of the cache that are never written take no memory.
         self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.kv = self.cache[:, :, None, :0]  # (layers, keys and values, slots, length, groups, d)
         self.resize(1)
@@ -238,7 +239,7 @@ class Model:
         dtype = self.dtype if files[full[0]].ndim == 2 else torch.float32
         parts = [files[name].to(self.device, dtype) for name in full]
         if dtype != torch.float32:
-            fused = torch.cat(parts).t()  # row by row, which suits oneDNN's bfloat16
+            fused = torch.cat(parts).t()  # (out, in) row by row, which suits oneDNN's bfloat16
         else:
             fused = torch.cat([part.t() for part in parts], dim=-1)
         views = fused.t().split([len(part) for part in parts])
@@ -251,7 +252,7 @@ class Model:
     ) -> Tensor:
         """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens. All
         rows share the first n_shared tokens. Return the logits (rows, vocab) of each row's next
-        token."""
+        token. On a GPU, a decode replays a CUDA graph."""
         reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
         if self.graphs is None or max(map(len, feeds)) > 1:
             inputs = self._inputs(feeds, cached, first_slot)
@@ -334,8 +335,8 @@ class Model:
         return length, min(self.most_slots, self.positions // length)
 
     def resize(self, longest: int) -> tuple[int, int]:
-        """Make slots for sequences of `longest` tokens, and keep as much of the old ones as
-        fits. Return `fit`."""
+        """Make slots for sequences of `longest` tokens, and keep as many of the old keys and values
+        as fit. Return the result of `fit`."""
         old, (length, slots) = self.kv, self.fit(longest)
         self.kv = self.cache[:, :, : length * slots].unflatten(2, (slots, length))
         n, m = min(slots, old.shape[2]), min(length, old.shape[3])
@@ -356,8 +357,8 @@ class Model:
 
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
-        RuntimeError, and changes nothing, if all are missing, or one has another shape or a NaN,
-        which would stay in the cache."""
+        RuntimeError, and changes nothing, if all weights are missing, or if one has another shape
+        or is not finite. Keys computed from a NaN would stay in the cache."""
         own = self.weights
         new = {n: w for n, w in named.items() if n in own}
         wrong = [  # a sum is quick, and finite only if all numbers are

@@ -1,11 +1,12 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
-Every draw uses one random number, a hash of the request's seed and the token's position. So no
-neighbour in the batch changes it. A request that is aborted and sent again with its partial output
-goes on with the same numbers.
+Every draw uses one random number, a hash of the request's seed and the token's position. So the
+other requests in the batch do not change the number. If a request is aborted, and sent again with
+its seed and partial output, its next tokens get the same numbers as without the abort.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
-trainer applies none of the three. At T = 0 the formula uses T = 1.
+trainer applies none of these three, so it leaves out tokens that were sampled with one of them
+(`trains_exactly` in inference/io_struct.py). At T = 0 the formula uses T = 1.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ from inference.io_struct import Sampling
 
 
 class SamplingParams(Sampling, strict=True):
-    """SGLang's sampling_params. The last three are not implemented, so they accept only their
-    default."""
+    """SGLang's sampling_params. The last three fields are not implemented, so they accept only
+    their defaults."""
 
     ignore_eos: bool = False  # no token ends the output, not even one of stop_token_ids
     sampling_seed: int = Field(default_factory=lambda: random.getrandbits(64))

@@ -16,13 +16,13 @@ cache. A cache of 16,384 tokens holds 85 slots of 192 tokens or 32 of 512 tokens
 outgrows its slot, all slots become longer and fewer. A sequence that loses its slot goes back to
 its queue, and its keys are computed again later. To avoid this, slots grow only when needed.
 
-*Fairness.* Sessions take turns; the one that runs the fewest sequences comes first. If all slots
-are taken, a session that runs at least two sequences more than a waiting one gives up a slot. A
-sequence that needs more room than is left waits, with those behind it in its session. Sessions that
-run fewer sequences always overtake it. All others overtake it for PATIENCE steps.
+*Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
+are taken, a session that runs at least two sequences more than a waiting session gives up a slot. A
+sequence that does not fit beside the running ones waits, and so do those behind it in its queue.
+Sessions that run fewer sequences may always overtake it, but others only for PATIENCE steps.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
-it calls `retract`, which drops all keys and sends all sequences back to their queues.
+it calls `retract`, which drops all keys and sends all running sequences back to their queues.
 """
 
 from collections import Counter, defaultdict, deque
@@ -33,7 +33,7 @@ from typing import Any
 from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
-PREFILL_TOKENS = 512  # most tokens of the prompts that start together
+PREFILL_TOKENS = 512  # limit of the padded tokens of prompts that share a step
 PATIENCE = 200  # how many steps a sequence waits before it comes first
 PIECE_PAIRS = 2**18  # token-key pairs in a piece: 128 tokens after 2,048, or 16 after 16,384
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
@@ -126,9 +126,12 @@ class Scheduler:
         return True
 
     def _choose(self) -> tuple[int, int, int]:
-        """Return the step's first slot, the slot after its last, and the token limit per slot. A
-        decode follows each piece of a long prompt and each answer of one token, so they do not stop
-        the others."""
+        """Return the step's first slot, the slot after its last, and the token limit per slot.
+
+        Prompts come before decodes. But a decode follows each piece of a long prompt, and each
+        prompt whose answer ended with its first token. Otherwise running sequences would get no
+        tokens until the long prompt is computed, or while requests for one token keep coming.
+        """
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.decodes_next or max(left) == 1):
@@ -178,7 +181,7 @@ class Scheduler:
         if other in self.running and other.cached < most:
             return False
 
-        # Take the idle slot with the longest common prefix; if several have it, the longest idle.
+        # Take the idle slot with the longest common prefix, or of several the least recently used.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
         for slot, last in enumerate(self.slots[self.n :], self.n):
@@ -218,7 +221,7 @@ class Scheduler:
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # How many the others can give up and still run one more than this session.
+        # How many the other sessions can give up, if each still runs one more than this session.
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
         # The only slot of a full cache goes to a much shorter sequence.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
@@ -244,12 +247,12 @@ class Scheduler:
 
     def _send_back(self) -> None:
         """Send a sequence back to the head of its queue. The session that runs the most gives up
-        the one that is cheapest to compute again. Its keys stay in an idle slot."""
+        the one that is cheapest to compute again. The keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
         self.queues[one.session].appendleft(one)
-        self.slots[i] = copy(one)  # says whose keys these are, while `one` goes on elsewhere
+        self.slots[i] = copy(one)  # says whose keys these are, when `one` gets another slot
         self.n -= 1
         self._exchange(i)
 

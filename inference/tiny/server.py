@@ -2,22 +2,22 @@
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
-Everything happens in one thread: the routes and the steps take turns in the asyncio loop. So a
-small model's steps do not compete with the routes for Python's global lock. A route reads or
-changes the scheduler only between two steps, so nothing needs a lock. But /health and
-/abort_request wait for the running step, which feeds at most 512 prompt tokens, or one token per
-sequence. Only new weights are read in another thread.
+Everything except the reading of new weights happens in one thread: the routes and the steps take
+turns in the asyncio loop. So a small model's steps do not compete with the routes for Python's
+global lock. A route reads or changes the scheduler only between two steps, so nothing needs a lock.
+But /health and /abort_request wait for the running step, which feeds at most 512 prompt tokens, or
+one token per sequence.
 
 A route ignores unknown fields of a body, as SGLang does. But it refuses an unknown sampling
 parameter, because ignoring one would change the tokens' distribution. It also refuses a request
 that the server could not complete.
 
-A request's tokens and logprobs depend only on its prompt, its sampling_params and the weights. In
-bfloat16 or on a GPU, they also depend on other requests, which change the rounding. New weights are
-loaded between two steps, and running requests go on with them. A client that hangs up does not end
-its request; /abort_request does. Not supported: streams, texts, several prompts in one request,
-logprobs of prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and weights by a
-process group.
+In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, its sampling_params
+and the weights. In bfloat16 or on a GPU, they also depend on other requests, which change the
+rounding. New weights replace the old ones between two steps, and unfinished requests continue with
+them. If a client hangs up, its request continues, so /abort_request has to end it. Not supported:
+streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA, mixtures of
+experts, the pause mode in_place, and weights by a process group.
 """
 
 import argparse
