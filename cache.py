@@ -87,7 +87,7 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    turn: int = 0  # number of calls before it in its conversation, or in the one that it reads
+    turn: int = 0  # 1 + the largest `turn` among the calls that it reads; 0 if it reads none
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
@@ -244,8 +244,8 @@ class InteractionCache(dict[str, Interaction]):
     def apply_reward_discount(
         self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
     ) -> None:
-        """Replace every reward r(i) by the final R(i). A call passes R to its parent, and a call in
-        `leads` passes R to all that it reads. Raises RuntimeError the second time."""
+        """Replace every reward r(i) by the final R(i). A call passes R to its parent. The calls in
+        `leads`, which lead to a reward, pass R to all that they read. Raises RuntimeError the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = check_discount(turn_discount)
@@ -264,16 +264,16 @@ class InteractionCache(dict[str, Interaction]):
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions that become rows: all finished ones, or with style "concat" the
-        leaves (`join_turns`). Raises Refusal for another style."""
+        leaves (`join_turns`). Raises Refusal for any other style."""
         check_style(style)
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return a row, a copy of the leaf, for each leaf. If rows share a turn, the first row trains
-    it. A row's `parent` is another row: the one that trains the parent of the first turn that this
-    row trains."""
+    """Return one row for each leaf, a copy of the leaf. If rows share a turn, the first row trains
+    it. To find `row.parent`, take the first turn that the row trains: the row that trains this
+    turn's parent is `row.parent`."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

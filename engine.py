@@ -60,8 +60,8 @@ class Hooks:
     """Methods that the engine calls around every segment."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have after this segment, including those
-        of earlier segments. An override may wait, or raise EngineError to refuse the segment."""
+        """Return how many output tokens the completion may have in total when this segment ends. An
+        override may wait, or raise EngineError to refuse the segment."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
@@ -127,7 +127,7 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. If a server aborts before the first token, it is paused, so wait.
+            # 4. A segment without tokens means that the server is paused, so wait.
             if response.output_len == before:
                 await self.sleep(0.5)
 
@@ -153,8 +153,8 @@ class RemoteInfEngine:
         """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # A server accepts each id once, so the id ends at random. It begins with the episode ("7-3"
-        # of call "7-3.1"), because the small server lets episodes take turns.
+        # A server accepts each id once, so the id has a random suffix. It begins with the episode
+        # ("7-3" of call "7-3.1"), because the small server lets episodes take turns.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)

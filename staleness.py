@@ -25,8 +25,8 @@ would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, it reaches a
   places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at version ceil(p / B) - 1 <= eta + s.
   Its tokens have versions >= s, which inference/servers.py checks. So its age is at most eta.
 - **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
-  with a lag above eta out of the loss, and drops a group that has no others. Tokens of the version
-  at which their group ends are never too old. *Proof:* number the groups in order of finish. When
+  with a lag above eta out of the loss, and drops a group that has no others. A token of the version
+  at which its group ends is never too old. *Proof:* number the groups in order of finish. When
   group p ends, at version f, groups 1 to p hold places. So p <= (eta + f + 1) B, and a step takes
   group p at version eta + f at the latest.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.

@@ -10,8 +10,8 @@ So an agent that has read a reply can continue or reward it at once.
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
 SDKs mark a retry with a header (x-stainless-retry-count). Equal bodies without this header are
-separate calls. A retry joins the newest call with the same body. If that call still runs, both
-requests get its reply. If it has finished, its reply was lost and is sent again. If it failed,
+separate calls. A retry joins the newest call with the same body. If that call is still running,
+both requests get its reply. If it has finished, its reply was lost and is sent again. If it failed,
 nobody has read any of its answer, so the retry becomes a new call.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the

@@ -7,8 +7,8 @@ request goes to the next one.
 A server may have been restarted with its first weights, or may have missed an update. So the
 versions of every answer are checked. No token may be newer than `trainer_version`. An update
 changes all servers before any continues. So no token may be older than the newest version known
-when the request was sent (`newest`). If an update fails half way, the servers report version
-"7-incomplete", which no engine accepts.
+when the request was sent (`newest`). If the update to version 7 fails half way, the servers
+report "7-incomplete", which no engine accepts.
 """
 
 import asyncio

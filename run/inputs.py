@@ -2,8 +2,8 @@
 
 A task is a module that defines `dataset(split)` and `WORKFLOW` (tasks/guess.py, tasks/gsm8k.py). It
 may define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
-`make_model(path, seed)` for a small base model. Configuration keys replace parts of the task. A
-missing or broken input raises ConfigError.
+`make_model(path, seed)` for a small base model. The keys model_path, workflow, train_dataset.path
+and valid_dataset.path override what the task defines. A missing or broken input raises ConfigError.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ class Inputs:
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:
-    """Load everything that episodes need. `workflow` replaces the configured one."""
+    """Load task, data, tokenizer and workflow. `workflow` overrides the configured one."""
     from transformers import AutoTokenizer
 
     with one_line(f"task={config.task}"):

@@ -141,7 +141,7 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """Return the reward. A wrong value ends the episode, because no later call corrects it."""
+        """Return the reward. A wrong value ends the episode, because the model never corrects it."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []
@@ -208,7 +208,7 @@ HELD_OUT = [
 def dataset(split: str = "train") -> list[dict]:
     """Return 480 problems for the split "train", and 96 held-out problems for any other split.
 
-    The numbers are 11 to 99. Those with a remainder of 2 when divided by 5 are held out.
+    The numbers n are 11 to 99. Those with n % 5 == 2 are held out.
     """
     is_train = split == "train"
     rng = random.Random(split)

@@ -1,9 +1,9 @@
 """Guess the log-probabilities of pi_prox, the policy at the start of the step.
 
 Computing them by a forward pass adds a third to the work of an update. prox_logp_method=loglinear
-(A-3PO, arXiv 2512.06547) interpolates log pi_prox between two known policies. The trainer is at
-version v, and version v_b sampled the token. After a fraction f of the step's mini-batches,
-pi_theta is roughly version v + f:
+(A-3PO, arXiv 2512.06547) instead interpolates between log pi_behav and log pi_theta, which are
+known anyway. The trainer is at version v, and version v_b sampled the token. After a fraction f of
+the step's mini-batches, pi_theta is roughly version v + f:
 
     alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)

@@ -13,7 +13,7 @@ microsecond, whatever its size. So q, k and v come from one product, gate and up
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
 
-*The cache* has slots of one length (`fit`), not blocks as in SGLang. So a step reads its keys as a
+*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys as a
 view of the cache. But a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
 *Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
