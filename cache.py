@@ -245,7 +245,8 @@ class InteractionCache(dict[str, Interaction]):
         self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
     ) -> None:
         """Replace every reward r(i) by the final R(i). A call passes R to its parent. The calls in
-        `leads`, which lead to a reward, pass R to all that they read. Raises RuntimeError the second time."""
+        `leads`, which lead to a reward, pass R to all that they read. Raises RuntimeError the
+        second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = check_discount(turn_discount)

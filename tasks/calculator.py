@@ -141,7 +141,7 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """Return the reward. A wrong value ends the episode, because the model never corrects it."""
+        """Return the reward. A wrong value ends the episode, for the model never corrects it."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []
