@@ -40,7 +40,8 @@ CHAT_TEMPLATE = (
 )
 
 
-# These test files take longest, so they come first: the two processes of `make test` end together.
+# These test files take longest. They come first, so that the two processes of `make test` end at
+# about the same time.
 LONGEST = {"test_train.py", "test_museum.py", "test_modes.py", "test_tiny_server.py"}
 
 
@@ -163,7 +164,8 @@ class Session:
 
 
 def connections(transport: Any) -> tuple[int, int]:
-    """How many connections of an SDK's aiohttp transport belong to a request, and are idle."""
+    """How many connections of an SDK's aiohttp transport belong to a request, and how many are
+    idle."""
     connector = transport.client.connector
     return len(connector._acquired), sum(map(len, connector._conns.values()))
 

@@ -2,7 +2,7 @@
 
 PyTorch calls its kernel through two operators of torch.nn.attention.varlen, which have kernels on
 GPUs alone. This module registers two for CPUs, in plain PyTorch. They refuse what the GPU's kernel
-refuses, but for float32. Checks of shapes and the rule for gradients are the operators' own.
+refuses, but accept float32. Checks of shapes and the rule for gradients are the operators' own.
 """
 
 from typing import Any

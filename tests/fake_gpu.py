@@ -1,11 +1,11 @@
 """A GPU for tests on a machine without one.
 
-Inside `with FakeGPU(monkeypatch):` a tensor made for "cuda" says that it is there, though it
-lies in the machine's memory. An operation refuses tensors of both places, CPU scalars excepted, as
-a GPU does. It counts what is sent to the GPU, and how often the CPU waits for it.
+Inside `with FakeGPU(monkeypatch):` a tensor made for "cuda" says that it is on the GPU, though it
+lies in the machine's memory. As on a GPU, an operation refuses tensors of both places, except CPU
+scalars. FakeGPU counts how often something is sent to the GPU, and how often the CPU waits for it.
 
 torch.cuda.CUDAGraph records the operations of a capture. A replay repeats them with the same
-tensors: what was a Python number then stays what it was.
+tensors, so a Python number keeps the value that it had during the capture.
 """
 
 from collections.abc import Callable, Iterator

@@ -77,8 +77,8 @@ def rows_of(cache: InteractionCache, style: str = "concat") -> dict[str, dict[st
 
 @dataclass
 class Call:
-    """A random call. `goes_on_from` picks the earlier call that it continues, `quotes` one whose
-    answer is in its new message, and `names` one for its header."""
+    """A random call. `goes_on_from` picks the earlier call that it continues, `quotes` the call
+    whose answer its new message quotes, and `names` the call that its header names."""
 
     goes_on_from: int | None
     quotes: int | None
@@ -144,7 +144,8 @@ def play(calls: list[Call]) -> Session:
 
 @given(calls)
 def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
-    """A search through all interactions finds the same parent; of two equal ones, the newer."""
+    """A search through all earlier interactions finds the same parent. If two of them have equal
+    conversations, the parent is the newer one."""
     cache = play(session).cache
     names = list(cache)
     for i, name in enumerate(names):
@@ -163,9 +164,13 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
 def test_discounting_is_its_recursive_definition(
     session: list[Call], gamma: float, links: bool
 ) -> None:
-    """R(i) = r(i) + gamma * mean R(c) over the calls c that read i, without linked ones that lead
-    to no reward. The first calls add up to the own rewards, weighted by a walk that is divided
-    evenly and shrinks by gamma. Without links, a call reads only what it continues or names."""
+    """R(i) = r(i) + gamma * mean R(c) over the calls c that read i. A call that reads i only by a
+    link counts only if it leads to a reward. Without links, a call reads only what it continues or
+    names.
+
+    The R of the calls that read nothing add up to a weighted sum of all r. Calls that read nothing
+    have weight 1, and each call gives gamma times its weight to its readers, in equal shares.
+    """
     played, discounted = play(session), play(session)
     cache = played.cache
     for call in () if links else cache.values():
@@ -195,8 +200,9 @@ def test_discounting_is_its_recursive_definition(
 
 @given(calls)
 def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
-    """Links lead back in time. What a call continues is above it, and so is a report that its new
-    message quotes, if no call continues the report, or that it names."""
+    """A call reads only earlier calls. Its ancestors include its parent and the calls that it
+    names. They also include every call whose long answer its new message quotes, unless another
+    call continues the quoted call."""
     played = play(session)
     cache = played.cache
     place = {call: k for k, call in enumerate(cache.values())}
@@ -215,8 +221,8 @@ def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
 
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
-    """Every sampled token is trained in the first row that has it, and is context in later ones; it
-    stands behind the tokens that it was sampled after, with its own version, log-probability,
+    """The first row that has a sampled token trains it, and in later rows the token is context. The
+    tokens after which it was sampled stand before it. It has its own version, log-probability,
     temperature and reward."""
     cache = play(session).cache
     cache.apply_reward_discount(0.5)
@@ -256,7 +262,7 @@ def test_a_row_continues_the_row_that_trains_its_parent(session: list[Call]) -> 
 
 @given(calls)
 def test_individual_exports_every_finished_call(session: list[Call]) -> None:
-    """One row a finished call, even after an export in the other style."""
+    """Every finished call becomes one row, even after an export in the other style."""
     cache = play(session).cache
     cache.export_interactions("concat")
     exported = cache.export_interactions("individual")
@@ -293,7 +299,8 @@ def final_rewards(session: Session, links: bool) -> list[float | None]:
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> None:
-    """Several conversations may, and the mean of those with a reward counts."""
+    """If several conversations begin with the same summary, the mean over those that lead to a
+    reward counts."""
     first, begun = turn([user("a")], "b"), [user(f"So far: {REPORT}")]
     summary = turn([*first.conversation, user("sum up")], REPORT)
     session = session_of(first, summary, *(turn(begun, answer) for answer in "cde"))
@@ -303,8 +310,9 @@ def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> No
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
-    """Two sub-agents at once get the mean, as branches do. A short report has lines of its own, a
-    long one may be JSON, and none is a title if it is read."""
+    """A call that asks two sub-agents at once gets the mean of both, as with branches. A short
+    report is found only on lines of its own, and a long report also as JSON. A call that looks like
+    a request for a title is none if its answer is read."""
     title = turn([user("Write a title and a report")], f"<summary>{REPORT}</summary>")
     calls = turn([user("q")], ASKS), title, turn([user("t")], "3")
     session = session_of(*calls, turn([user("q"), ASKS, *RESULTS]))
@@ -312,7 +320,8 @@ def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
 
 
 def test_what_is_no_report() -> None:
-    """A title reads no answer, and a short answer is not found inside a message."""
+    """A request for a title reads no answer, even if it contains one. A short answer is not found
+    inside a word."""
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
     assert not any(call.reads for call in session_of(*calls).cache.values())
@@ -339,8 +348,8 @@ def test_a_conversation_is_kept_once() -> None:
 
 
 def test_a_chain_gives_the_geometric_series() -> None:
-    """Reward 1 at the end with gamma 0.9 gives 0.81, 0.9, 1, and only once. A later call that is
-    unfinished gets nothing. (In AReaL it gets the reward.)"""
+    """Reward 1 at the end with gamma 0.9 gives 0.81, 0.9 and 1. A second discount is refused. A
+    later call that is unfinished gets nothing. (In AReaL it gets the reward.)"""
     cache = chain(3)
     cache.enter(Interaction([user("0")], "cut"))
     cache.set_last_reward(1.0)
@@ -371,7 +380,7 @@ def test_any_number_is_a_reward(reward: Any) -> None:
 
 
 def test_a_reward_for_nobody_is_an_error() -> None:
-    """An unknown id, an unfinished call, an empty session."""
+    """An unknown id, an unfinished call and an empty session cannot get a reward."""
     cache = InteractionCache()
     with pytest.raises(Refusal):
         cache.set_last_reward(1.0)
@@ -383,7 +392,7 @@ def test_a_reward_for_nobody_is_an_error() -> None:
 
 @pytest.mark.parametrize("discount", [-0.1, 1.5, math.nan])
 def test_a_discount_is_between_0_and_1(discount: float) -> None:
-    """Another one could make the rewards of a long chain overflow."""
+    """With a discount above 1, the rewards of a long chain could overflow."""
     with pytest.raises(ValueError, match="needed"):
         chain(1).apply_reward_discount(discount)
 
@@ -448,7 +457,7 @@ def test_a_reward_of_the_last_call_looks_at_no_other() -> None:
 
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_second_agent_of_one_call_is_trained(place: int) -> None:
-    """A critic's only call asks for no title."""
+    """A critic makes only one call, but this call does not ask for a title."""
     calls = agent()
     calls.insert(place, turn([system("You are a strict critic of code."), user("hello")], "fine"))
     assert left_out(session_of(*calls)) == []
@@ -456,7 +465,8 @@ def test_a_second_agent_of_one_call_is_trained(place: int) -> None:
 
 
 def test_a_final_answer_without_tools_is_trained() -> None:
-    """It begins with the same message as the agent's other calls."""
+    """The final call begins with the same message as the agent's other calls, so it is no side
+    conversation."""
     librarian = system("You write a title for each book.")
     final = turn([librarian, user("hello"), said("a"), user("Now answer.")], "b")
     for last in (final, turn([librarian, user("something else")])):
@@ -464,13 +474,13 @@ def test_a_final_answer_without_tools_is_trained() -> None:
 
 
 def test_an_agent_that_only_writes_titles_is_trained() -> None:
-    """Then no call is a side conversation."""
+    """If every call of a session asks for a title, none is a side conversation."""
     titles = turn([TITLE, user("a book")]), turn([TITLE, user("another")])
     assert left_out(session_of(*titles)) == []
 
 
 def test_a_rewarded_title_is_trained() -> None:
-    """The agent has rewarded it by id."""
+    """A call that the agent rewards by its id is no side conversation."""
     session = session_of(*agent(), turn([TITLE, user("hello")]))
     session.cache.set_reward("2", 0.5)
     assert left_out(session) == []
@@ -481,7 +491,8 @@ def test_a_rewarded_title_is_trained() -> None:
 
 
 def test_tensors_are_the_documents() -> None:
-    """The documents' keys, dtypes and shapes, and 0, 0, -1 in the prompt."""
+    """A row has the tensors of AReaL's documents, and others. In the prompt, loss_mask and logprobs
+    are 0, and versions are -1."""
     tensors = turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0).to_tensor_dict()
     expected = {
         "input_ids": torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32),

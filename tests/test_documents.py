@@ -1,9 +1,9 @@
 """The examples of AReaL's documents run here (docs/companion.md), with as few changes as possible.
 
-The environment variable AREAL_DOCS names a folder with the four texts; without it, what reads them
-is skipped. `block` cuts an example out of a text. It renames the imports, writes `{}` for `{...}`,
-the reader's own arguments, and restores an indentation that the text has lost. A test executes the
-example, and brings only the names that the example uses without defining them.
+The environment variable AREAL_DOCS names a folder with the four texts. Without it, the tests that
+read the texts are skipped. `block` cuts an example out of a text. It renames the imports, writes
+`{}` for `{...}`, the reader's own arguments, and restores an indentation that the text has lost. A
+test executes the example, and supplies only the names that the example uses without defining them.
 """
 
 import __future__
@@ -180,8 +180,9 @@ def block(name: str) -> str:
 
 
 def execute(name: str, code: Any = None, **names: Any) -> dict[str, Any]:
-    """Execute an example, and return the names that it has defined. "running" is a coroutine if the
-    example contains `await`: it runs when this is awaited."""
+    """Execute an example, and return the names that it has defined. If the example contains
+    `await`, the value of "running" is a coroutine, and the example runs when this coroutine is
+    awaited."""
     namespace: dict[str, Any] = {"__name__": __name__, **NAMES}
     exec(LIBRARIES, namespace)
     namespace |= names
@@ -285,8 +286,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(("agent", "mode"), [("MyAgent", "inline"), ("MySyncAgent", "subproc")])
 async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode: str):
-    """Both agents make their clients as the page shows. The interaction that comes of it has each
-    field and each tensor of the page, in its type."""
+    """Both agents make their clients as the page shows. Their interactions have the fields and the
+    tensors of the page, with the page's types."""
     workflow: Any = resolve_workflow(f"{agents}.{agent}", proxy=proxy._asdict() | {"mode": mode})
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     response, row = turn.model_response, turn.to_tensor_dict()
@@ -328,7 +329,8 @@ async def test_the_listing_of_the_proxy_workflow(proxy: ProxyAddress):
 
 
 async def test_the_table_of_endpoints(start: Callable[..., Harness]):
-    """The rows of the page's table are, in its order, the life of a session, and each works."""
+    """In their order, the rows of the page's table are the life of a session, and each row
+    works."""
     last, one, export = map(ast.literal_eval, re.findall(r"Body: (\{.*\})", read(AGENT)))
     bodies: dict[str, list[dict[str, Any]]] = {
         "/grant_capacity": [{}],
@@ -485,7 +487,7 @@ def test_the_example_value():
 
 @pytest.mark.parametrize(("is_eval", "scope"), [(False, "rollout"), (True, "eval-rollout")])
 async def test_the_context(is_eval: bool, scope: str):
-    """The page's episode reads where it belongs."""
+    """The page's episode reads its task's id, and whether it belongs to an evaluation."""
     workflow_context.set(WorkflowContext(is_eval=is_eval, task_id=3))
     found = locals_of(execute("context")["arun_episode"], None, None, {})
     assert (found["ctx"].is_eval, found["task_id"], found["scope"]) == (is_eval, 3, scope)
@@ -578,7 +580,7 @@ async def test_the_listing_of_groups(real_engine: RemoteInfEngine, tiny_tokenize
 
 
 class Version:
-    """What tells the gate the policy version, which a test sets."""
+    """Tells the gate the policy version, which a test sets."""
 
     value = 0
 

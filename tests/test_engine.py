@@ -1,7 +1,8 @@
 """The engine loses no token when a server is interrupted or fails, and knows each token's version.
 
-The tests replace the network by servers that answer from a script, and the engine never really
-sleeps: a list has the seconds of each sleep. tests/inference/test_contract.py has real servers.
+In these tests, servers answer from a script instead of over the network, and the engine does not
+sleep: the seconds of each sleep are added to a list. tests/inference/test_contract.py has real
+servers.
 """
 
 import asyncio
@@ -105,8 +106,9 @@ async def test_spans_within_one_answer():
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8))
 def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
-    """A completion goes on after its last token: interruptions lose none, repeat none, and change
-    no token's version. Every segment has the request's seed, so they change no noise either."""
+    """An interrupted completion continues after its last token. No token is lost or repeated, and
+    none changes its version. Every segment is sent with the request's seed, so interruptions do not
+    change the noise of the sampling."""
     answers, tokens, versions = [], list[int](), list[int]()
     version = 0
     for count, updated in cuts:
@@ -153,7 +155,8 @@ async def test_without_spans_a_segment_has_one_version():
 
 
 class Halves(Hooks):
-    """Asks for two tokens at a time, as replay does to interrupt where the first run did."""
+    """Asks for two tokens at a time. Replay's hooks do the same, to interrupt a completion where it
+    was interrupted in the recorded run."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -182,7 +185,8 @@ async def test_a_hook_bounds_a_segment_and_asks_for_another():
 
 @pytest.mark.parametrize("refusing", [False, True])
 async def test_a_hook_sees_failures(refusing: bool):
-    """after_segment gets the error of a failed segment, and that of a hook that refuses it."""
+    """`after_segment` gets the error if a segment fails, and also if the hook itself has refused
+    the segment."""
     hooks = Halves()
 
     async def refuse(req: ModelRequest, response: ModelResponse) -> int:
@@ -212,7 +216,8 @@ async def test_a_hook_sees_failures(refusing: bool):
     ],
 )
 async def test_failure_keeps_what_was_generated(failure: Answer):
-    """When a server fails in the middle of a completion, its tokens are kept, and no more lost."""
+    """If a server fails in the middle of a completion, the engine keeps the tokens of earlier
+    segments. It asks again after a wait, which grows with each failure."""
     script = Script(generated([4, 5], "abort"), failure, failure, generated([6], spans=[(1, 1)]))
     response = await script.engine().agenerate(request())
     assert (response.output_tokens, response.output_versions) == ([4, 5, 6], [0, 0, 1])
@@ -221,7 +226,8 @@ async def test_failure_keeps_what_was_generated(failure: Answer):
 
 
 async def test_a_failed_server_hands_over():
-    """The next server of the ranking goes on; when all retries fail, the error names the server."""
+    """The next server of the ranking continues the completion. If all retries fail, the error names
+    the server."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
     response = await script.engine(A, B).agenerate(request())
     first, dead, alive = (url for url, _ in script.requests if url.endswith("/generate"))
@@ -246,7 +252,8 @@ async def test_a_wrong_request_is_sent_once(status: int):
     ("status", "wanted", "asked"), [(400, 400, 1), (503, 503, 3), (500, 503, 3)]
 )
 async def test_a_refusal_of_the_scheduler_is_no_pause(status: int, wanted: int, asked: int):
-    """SGLang's scheduler refuses by an `abort` with a status: an error, and no interruption."""
+    """SGLang's scheduler refuses a request by an `abort` with a status. This is an error, and not
+    an interruption by an update."""
     reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
     script = Script(generated([1], finish_reason=reason, output_token_logprobs=[]))
     with pytest.raises(EngineError, match="no such thing") as caught:
@@ -274,7 +281,8 @@ NONSENSE = {
 
 @pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE.keys())
 async def test_an_answer_that_makes_no_sense_is_refused(answer: httpx.Response) -> None:
-    """An answer is checked before it is believed: another server is asked, or the request fails."""
+    """The engine checks every answer. If an answer makes no sense, the engine asks another server,
+    or the request fails if no retry is left."""
     engine = Script(answer, generated([7])).engine(A, B)
     response = await engine.agenerate(request(max_new_tokens=8))
     assert (response.output_tokens, response.output_versions) == ([7], [0])
@@ -284,7 +292,8 @@ async def test_an_answer_that_makes_no_sense_is_refused(answer: httpx.Response) 
 
 @pytest.mark.parametrize("failure", [asyncio.CancelledError, httpx.ReadTimeout])
 async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
-    """A server does not notice that its client is gone, so a cancelled request sends an abort."""
+    """A server does not notice that its client is gone. So the engine sends an abort for a request
+    that was cancelled or took too long."""
     in_flight = asyncio.Event()
 
     async def hang() -> httpx.Response:
@@ -307,8 +316,8 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
 
 
 async def test_every_sampling_parameter_is_sent():
-    """A server never uses its own default, which the trainer would not know, and a seed has at most
-    63 bits."""
+    """The engine sends all parameters, because the trainer would not know the defaults of a server.
+    A seed has at most 63 bits."""
     script = Script(generated([5]))
     own: Any = {"temperature": 0.7, "stop": ["\n"], "stop_token_ids": [2]}
     response = await script.engine().agenerate(request(**own, seed=-1))
@@ -324,7 +333,8 @@ async def test_every_sampling_parameter_is_sent():
 
 @pytest.mark.parametrize("params", [{"greedy": True}, {"temperature": 0.0}, {"temperature": 9e-7}])
 async def test_greedy_is_temperature_zero(params: dict[str, Any]):
-    """Greedy tokens are sent as temperature 0, have logprobs at 1, and are not trained exactly."""
+    """A greedy request is sent with temperature 0. Its response has temperature 1, that of the
+    log-probabilities, and does not train exactly."""
     script = Script(generated([5]))
     response = await script.engine().agenerate(request(**params))
     assert script.sent()[0]["sampling_params"]["temperature"] == 0.0
@@ -332,7 +342,8 @@ async def test_greedy_is_temperature_zero(params: dict[str, Any]):
 
 
 def test_trains_exactly_means_pure_temperature_sampling():
-    """Whatever draws from another distribution than softmax(logits / temperature) is left out."""
+    """A request trains exactly only if it samples from softmax(logits / temperature). Stop strings
+    and a seed do not change this distribution."""
     pure = GenerationHyperparameters(temperature=0.5)
     assert pure.trains_exactly
     assert pure.new(temperature=1e-6).trains_exactly
@@ -343,7 +354,8 @@ def test_trains_exactly_means_pure_temperature_sampling():
 
 
 def test_what_shares_a_prompt_goes_to_one_server():
-    """All turns of all members of a group have one affinity, and so have those of a session."""
+    """All turns of all members of a group have the same affinity, and so do all turns of a
+    session."""
     calls = "7-0.0", "7-1.3", "eval-7-0.1", "eval-7-1.1", "a b.0", "a b.1", ""
     affinities = [ModelRequest([1], rid="r", call=call).affinity for call in calls]
     assert affinities == ["7", "7", "eval-7", "eval-7", "a b", "a b", "r"]
@@ -353,7 +365,7 @@ def test_what_shares_a_prompt_goes_to_one_server():
 
 
 class Executor:
-    """Records each call of the engine in `script.requests`."""
+    """A dispatcher that records each call of the engine in `script.requests`."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -363,8 +375,8 @@ class Executor:
 
 
 def test_the_order_of_a_weight_update(tmp_path: Path):
-    """The rollouts stop before the servers, the servers have the weights before the gate has the
-    version, and go on before new rollouts start."""
+    """First the rollouts pause, then the servers. The gate gets the version when the servers have
+    the weights. The servers continue before new rollouts start."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)

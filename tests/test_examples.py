@@ -182,8 +182,9 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 def test_a_coding_agent_replaces_its_history_by_a_summary(
     module: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    """It compacts at 40 tokens, so after each call. Every new conversation reads the last summary,
-    so the reward at the end reaches all calls. Claude Code's model knows how to go on then."""
+    """The agent makes a summary at 40 tokens, so after each call. Every new conversation reads the
+    last summary, so the reward at the end reaches all calls. Only Claude Code's model has learned
+    to continue after a summary."""
     goes_on = module == "claude_code"
     model = make_model(tmp_path / "model", kinds=["Bash"]) if goes_on else model_dir
     style = {"export_style": "individual", "discount": 0.9}

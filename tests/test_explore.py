@@ -1,5 +1,5 @@
-"""The properties that tests/explore checks, the errors that its tests plant, and the documents name
-the same."""
+"""Every property that tests/explore checks has planted errors, and docs/results.md names no other
+property."""
 
 import re
 from collections import Counter
@@ -19,7 +19,8 @@ TESTS: dict[ModuleType, Any] = {dispatcher: of_dispatcher, turns: of_calls, upda
 
 @pytest.mark.parametrize("machine", TESTS)
 def test_each_property_has_two_planted_errors(machine: ModuleType) -> None:
-    """docs/results.md names only explored properties, and not all of the calls'."""
+    """docs/results.md names every property of the dispatcher and of weight updates, and some of the
+    properties of calls."""
     planted = Counter(error[0] for error in TESTS[machine])
     assert min(planted.values()) >= 2
     source = Path(str(machine.__file__)).read_text()

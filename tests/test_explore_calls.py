@@ -74,11 +74,11 @@ PROXY = cache, calls.prompts, calls.sessions, calls.turn, proxy
 def test_a_planted_error_of_a_call_is_found_by_name(
     name: str, bounds: TurnBounds, module: ModuleType, line: str, changed: str
 ) -> None:
-    """The same for the proxy, its turns and its tree."""
+    """The search names the property that an error in the proxy, the turns or the tree breaks."""
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
 @pytest.mark.parametrize(("module", "line"), [error[2:4] for error in MUTANTS])
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
-    """A quick look at what the slow tests change."""
+    """So the slow tests above can plant their errors."""
     assert inspect.getsource(module).count(line) == 1

@@ -27,7 +27,8 @@ def dropped(graph: Any) -> int:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bounds", dispatcher.SMALL, ids=str)
 def test_every_order_of_events_keeps_every_property(mode: str, bounds: Bounds) -> None:
-    """The search reaches the last version, dropped groups and refused batches."""
+    """The search also reaches the last version, kills, dropped groups and refused batches, where
+    the bounds and the mode permit them."""
     states = explore(DispatchMachine(mode, bounds)).states
     assert any(world.version == bounds.versions for world in states)
     assert len(states) > 30
@@ -98,8 +99,9 @@ def test_a_planted_error_is_found_by_name(
 @pytest.mark.runs
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_a_real_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
-    """The machine repeats its events; and it refuses groups consumed in the opposite order, a start
-    before the gate opens, a group consumed twice, and a lost event."""
+    """The machine can repeat the events of a real run. If the events are changed, the machine
+    refuses them: groups consumed in the opposite order, a start before the gate opens, a group
+    consumed twice, and a lost event."""
     words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", "gconfig.n_samples=2"]
     words += [f"train_dataset.batch_size={batch}", "rollout.max_head_offpolicyness=1"]
     words += ["gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]

@@ -19,7 +19,7 @@ import train as TRAIN
 
 @pytest.mark.parametrize("bounds", updates.SMALL, ids=str)
 def test_every_order_of_events_keeps_every_property(bounds: UpdateBounds) -> None:
-    """Whatever fails."""
+    """Servers may die, connections may break, and answers may be lost."""
     assert len(explore(UpdateMachine(bounds), keep=False)) > 250
 
 

@@ -1,4 +1,4 @@
-"""The museum's patches apply, and what their solutions name finds their bugs."""
+"""The museum's patches apply, and the tests and rules that its solutions name find the bugs."""
 
 import json
 import re
@@ -39,7 +39,8 @@ def test_every_patch_applies(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_exhibit_has_its_pages(name: str) -> None:
-    """A source, a command and three questions; and a test, a rule and a guard that exist."""
+    """An exhibit has a source, a command and three questions. Its solution names a test, a rule and
+    a guard that exist."""
     exhibit, solution = page(name, "exhibit.md"), page(name, "solution.md")
     [source] = re.findall(r"\((https://github\.com/\S+/(?:pull|issues)/\d+)\)", exhibit)
     assert source in solution
@@ -73,7 +74,8 @@ def test_the_longest_way_of_the_maze_fits_into_an_answer() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("name", ["trl-2824", "trl-3029", "verl-7495"])
 def test_the_doctor_ends_a_run_with_a_bug(name: str) -> None:
-    """Within five steps, by the rule that the solution names, and with the command that says so."""
+    """The run ends within five steps, by the rule that the solution names. The command prints the
+    rule's text."""
     done = subprocess.run(
         [sys.executable, "museum/run.py", name], cwd=ROOT, capture_output=True, text=True
     )

@@ -23,7 +23,8 @@ def block(language: str) -> str:
 
 @pytest.mark.runs
 def test_the_page(tmp_path: Path) -> None:
-    """Its files are written, its commands run in order, and its promises hold."""
+    """The test writes the page's files, runs its commands in order, and checks what the page
+    promises."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/box_task.py").write_text(block("python"))
     (tmp_path / "own/box.yaml").write_text(block("yaml"))

@@ -1,4 +1,5 @@
-"""The loss against a slow loop in the paper's notation, and advantages against sums by hand."""
+"""The loss is compared with a slow loop in the paper's notation, and advantages with sums by
+hand."""
 
 import math
 from collections import Counter
@@ -118,7 +119,7 @@ def test_a_token_that_two_policies_exclude_gives_no_nan(theta, prox, behav):
 
 
 def test_a_clip_of_0_bounds_the_ratio_at_1():
-    """0 is a bound, and not the default of eps_clip_higher."""
+    """A bound of 0 does not switch the clip off."""
     theta, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)
     A = torch.tensor([1.0, 1.0, -1.0, -1.0])
     keys: Any = {"eps_clip": 0.0, "eps_clip_higher": 0.0}
@@ -227,14 +228,15 @@ def test_equal_rewards_teach_nothing(reward, std):
 
 G, T, B = ("group", "none"), ("group", "group"), ("group", "batch")
 CELLS: list[Any] = [
-    # A group is its id wherever its rows are.
+    # Rows with the same id are a group, wherever they are in the batch.
     ([(7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0)], G, [0.0, -0.5, -1.0, 0.5, 1.0]),
-    # What is left of a group has advantage 0 if it is alone, and other groups do not notice.
+    # A row that is alone in its group has advantage 0, and other groups are not affected.
     ([(0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0)], T, [0.866, -0.866, 0.866, -0.866, 0.0]),
     # The standard deviation of a single return counts as 1.
     ([(0, 3.0), (1, -1.0)], ("none", "none"), [3.0, -1.0]),
     ([(0, 3.0), (1, -1.0)], ("none", "group"), [3.0, -1.0]),
-    # It is around the mean of its cell, whatever baseline is subtracted (docs/differences.md).
+    # The standard deviation is around the mean of its own cell, whatever baseline is subtracted
+    # (docs/differences.md).
     ([(0, 1.0), (0, 0.0), (1, 5.0), (1, 7.0)], B, [0.1513, -0.1513, -0.3027, 0.3027]),
     ([(0, 1.0), (0, 0.0), (0, 2.0)], ("none", "group"), [1.0, 0.0, 2.0]),
 ]
@@ -247,8 +249,8 @@ def test_an_advantage_compares_with_its_cell(rewards, levels, expected):
 
 
 def test_turns_are_compared_with_the_same_turn():
-    """Without per_turn, all turns of a group share one mean. After a link, turns have numbers
-    beyond the width of a row."""
+    """Without per_turn, all turns of a group share one mean. The number of a turn may exceed the
+    width of its row, which can happen after a link."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = advantages_of(batch)
@@ -260,7 +262,8 @@ def test_turns_are_compared_with_the_same_turn():
 
 
 def test_a_turn_that_is_not_trained_has_no_say_in_the_baseline():
-    """Neither a tail nor a whole row: their rewards move nobody, and the other turns learn."""
+    """This holds for an untrained turn at the end of a row and for a row without a trained turn.
+    Their rewards change no advantage of the other turns."""
     tail = (0, [(1.0, 3, True), (5.0, 2, False)])
     A = advantages_of(make_batch(tail, (0, [(0.0, 3, True)]), (0, [(9.0, 3, False)])))
     assert A.amax(1).tolist() == [0.5, 0.0, 0.0]
@@ -268,7 +271,8 @@ def test_a_turn_that_is_not_trained_has_no_say_in_the_baseline():
 
 
 def test_rewards_are_scaled():
-    """reward_scaling multiplies the returns, and so what no std divides again."""
+    """reward_scaling multiplies the returns. So it multiplies the advantages, too, unless they are
+    divided by a std."""
     batch = single((0, 0.5), (0, 4.0), (0, 0.0))
     assert by_row(batch, reward_scaling=2.0) == [-2.0, 5.0, -3.0]
     scaled = by_row(batch, "group", "group", reward_scaling=2.0)

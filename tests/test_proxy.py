@@ -71,7 +71,7 @@ THINKS = {  # like Qwen's template, like DeepSeek's, and one without <think> aft
 async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     start: Start, tiny_tokenizer: Any, switch: str, on: bool | None, forced: bool
 ) -> None:
-    """If it ends with <think>, the beginning of the answer is reasoning."""
+    """If the prompt ends with <think>, the beginning of the answer is reasoning."""
     head = "<|im_start|>assistant\n"
     template = tiny_tokenizer.chat_template.replace(head, head + THINKS[switch])
     own = with_template(tiny_tokenizer, template)
@@ -106,7 +106,7 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
 
 
 async def test_a_long_prompt_keeps_nobody_waiting(start: Start) -> None:
-    """While a thread tokenises it, other calls are answered."""
+    """A thread tokenises a long prompt. Meanwhile the proxy answers other calls."""
     harness, answered = start(), threading.Event()
     session, make = await harness.start(), harness.proxy.prompts.prompt
 
@@ -142,7 +142,8 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_session_may_have_default_values_of_its_own(start: Start) -> None:
-    """They replace the proxy's, for example in an evaluation."""
+    """A session's defaults replace the proxy's, for example in an evaluation. The agent's own
+    parameters still win."""
     harness = start(sampling={"temperature": 0.9, "max_new_tokens": 9})
     body: dict[str, Any] = {"task_id": "t"}
     for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):
@@ -161,8 +162,9 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
-    """The seed of a call depends only on the proxy's or the agent's seed, the task's id and its
-    number. So an agent that always sends 42 does not make a group of equal members."""
+    """The seed of a call depends only on three things: the seed of the proxy or the agent, the id
+    of the task, and the number of the call. So the members of a group differ even if the agent
+    always sends 42."""
 
     async def seeds(task_id: str, **sent: int) -> list[int | None]:
         """The seeds of two calls at a new proxy."""
@@ -179,7 +181,7 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 
 
 async def test_one_call_if_the_agent_wants_one(start: Start) -> None:
-    """The agent cannot do two things at once, so it sees only the first call."""
+    """An agent that cannot do two things at once sees only the first of two tool calls."""
     harness = start(*['<tool_call>{"name": "f"}</tool_call>' * 2] * 2)
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
     for one in ({"parallel_tool_calls": False}, {"tool_choice": choice}):
@@ -236,7 +238,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
-    """curl says that it is a form."""
+    """The content type does not matter, because curl, for example, declares a form."""
     harness = start()
     session = await harness.start()
     path, headers = f"/{session}/v1/chat/completions", {"content-type": content_type}
@@ -258,8 +260,8 @@ async def test_a_body_is_json_whatever_it_says_it_is(
 async def test_an_engines_refusal_is_passed_on(
     start: Start, error: Exception, status: int, kind: str
 ) -> None:
-    """The agent gets its status, also if it asked for a stream, but no server's address, and
-    nothing stays in the tree."""
+    """The agent gets the status and the words of the error, but not the server's address. This is
+    also the answer to a request for a stream. The refused call leaves the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -287,7 +289,7 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
 
 
 async def test_an_offer_of_another_protocol_is_refused(start: Start) -> None:
-    """Java's client offers HTTP/2 by default, and the server then reads no body."""
+    """Java's client offers HTTP/2 by default. The proxy's web server would then read no body."""
     harness = start()
     offer, path = {"Upgrade": "h2c"}, f"/{await harness.start()}/v1/messages"
     answer = await harness.post(path, {"messages": []}, headers=offer)
@@ -296,14 +298,15 @@ async def test_an_offer_of_another_protocol_is_refused(start: Start) -> None:
 
 @pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])
 async def test_without_a_session_no_body_is_read(start: Start, path: str) -> None:
-    """A stranger cannot make the proxy work."""
+    """The proxy refuses an unknown session before it reads the body, so a stranger causes no
+    work."""
     call = Connection(start(), f"/nobody/{path}", {})
     assert (await call.status(), len(call.unread)) == (404, 1)
     await call.rest()
 
 
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start) -> None:
-    """The reward is no finite number, or names no interaction."""
+    """The reward is not a finite number, or its interaction is unknown."""
     deep = "[" * 900 + "]" * 900
     texts = ["{}", *(f'{{"reward": {x}}}' for x in ("null", '"1.0"', "[1]", deep, "NaN", "1e999"))]
     ids = ('"chatcmpl-unknown"', '{"a": 1}', deep)
@@ -319,7 +322,7 @@ async def test_a_reward_that_makes_no_sense_is_a_400(start: Start) -> None:
 
 
 async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Start) -> None:
-    """The answer names the path, because a wrong base_url is a usual mistake."""
+    """The answer names the path, because a wrong base_url is a common mistake."""
     harness = start()
     answers = [await harness.post("/set_env"), await harness.http.get("/grant_capacity")]
     assert [answer.status_code for answer in answers] == [404, 405]
@@ -334,7 +337,8 @@ async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Star
 
 @pytest.mark.parametrize("compaction", ["link", "cut"])
 async def test_a_call_names_the_calls_that_it_reads(start: Start, compaction: str) -> None:
-    """In a header, which counts like an answer in its messages, and also if these do not count."""
+    """A header names the calls. A named call counts like a call whose answer is in the messages.
+    With compaction=cut, only named and continued calls count."""
     harness = start()
     session, ids = await harness.start(), list[str]()
 
@@ -354,8 +358,9 @@ async def test_a_call_names_the_calls_that_it_reads(start: Start, compaction: st
 
 @pytest.mark.parametrize("path", ["/grant_capacity", "/rl/start_session", "/export_trajectories"])
 async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
-    """401 without a key, and 403 with a wrong one or a session's. No version is negative: with -1,
-    every answer would be refused."""
+    """Without a key the status is 401. With a wrong key, or the key of a session, it is 403. No
+    version may be negative, because with version -1 the proxy would refuse every server's
+    answer."""
     harness = start()
     assert (await harness.post("/set_version", {"version": -1}, headers=ADMIN)).status_code == 400
     assert (await harness.post(path)).status_code == 401
@@ -389,7 +394,8 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
 async def test_a_session_has_a_bound(
     start: Start, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
-    """What exceeds it gets a 413, and the session keeps what it has. Other sessions go on."""
+    """A call beyond the bound gets status 413, and the session keeps its earlier calls. Other
+    sessions are not affected."""
     monkeypatch.setattr(calls.sessions, bound, most)
     harness = start()
     for session in [await harness.start(), await harness.start()]:
@@ -401,8 +407,8 @@ async def test_a_session_has_a_bound(
 
 
 async def test_an_export_is_written_and_forgotten_row_by_row(start: Start) -> None:
-    """So the largest session's export neither holds the others nor needs its memory twice. The
-    session itself is freed at once, without a collection of garbage."""
+    """So a large export does not hold up other requests, and never has all rows and all their JSON
+    in memory. The session itself is freed at once, without the garbage collector."""
     harness = start()
     session = await harness.start()
     ids = [(await harness.chat(session, HELLO))["id"] for _ in range(3)]
@@ -417,7 +423,8 @@ async def test_an_export_is_written_and_forgotten_row_by_row(start: Start) -> No
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
 async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) -> None:
-    """An open session cannot be exported. The refused request loses nothing."""
+    """The export of an open session is refused, and so is an export with a wrong argument. The
+    session can still be exported afterwards."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -430,8 +437,9 @@ async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) 
 
 @pytest.mark.parametrize("discard", [True, False])
 async def test_no_work_after_the_end(start: Start, discard: bool) -> None:
-    """A call that is running gets status 410 and is not exported. So do later calls and rewards, or
-    404 if the session was discarded; then it is freed without a collection of garbage."""
+    """A call that is running when the session ends gets status 410, and is not counted. Later calls
+    and rewards get 410, too, or 404 if the session was discarded. A discarded session is freed
+    without the garbage collector."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -481,14 +489,14 @@ def test_a_proxy_that_cannot_start_says_why(
 
 
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
-    """It takes seconds and a gigabyte of address space."""
+    """The import of torch takes seconds and a gigabyte of address space."""
     code = "import sys, proxy; proxy.load_tokenizer(sys.argv[1]).encode('a')\n"
     code += "sys.exit(sys.modules.get('torch') is not None)"
     subprocess.run([sys.executable, "-c", code, str(tiny_model_dir)], cwd=ROOT, check=True)
 
 
 def test_an_admin_key_is_never_printed(tiny_model_dir: Any, tiny_server: str) -> None:
-    """Neither that of the environment nor that of the command line."""
+    """The key may come from the environment or from the command line."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--port", "0"]
     command += ["--model-path", str(tiny_model_dir), "--exit-with-parent"]
     command += ["--admin-key", "s3cret of the option"]

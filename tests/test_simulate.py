@@ -76,8 +76,8 @@ def test_the_bound_holds_for_every_order(order: str) -> None:
 
 
 def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation uses the gate of staleness.py. If a test changes the gate so that the gate
-    admits too many groups, the simulation raises StalenessError."""
+    """The simulation uses the gate of staleness.py. Here the gate is changed so that it admits too
+    many groups, and the simulation raises StalenessError."""
     shipped = StalenessManager.get_capacity
     monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
     with pytest.raises(StalenessError):

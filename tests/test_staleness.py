@@ -1,6 +1,7 @@
 """The gate and the order of start together bound the age of every group that a step trains on.
 
-A version is a plain number here. tests/explore runs through every order of events.
+Here a test sets the policy version itself, without a trainer. tests/explore checks the same bound
+in every order of events of a small system.
 """
 
 from contextlib import suppress
@@ -64,7 +65,7 @@ def test_capacity_is_the_smaller_of_two_limits(
 
 
 def test_a_rejected_rollout_gives_its_place_back():
-    """So does a dropped or a withdrawn one; an accepted one keeps it."""
+    """A dropped or withdrawn group gives its place back, too. An accepted group keeps its place."""
     manager = make_manager(eta=0, batch=4)
     run(manager, 4)
     events: list[tuple[Any, int]] = [
@@ -86,7 +87,8 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
-    """An impossible event raises and counts nothing; nobody is lost in any order of events."""
+    """After any series of events, possible or not, no counter is negative, and every group that was
+    enqueued is counted in exactly one state."""
     manager, entered = make_manager(), 0
     for event in events:
         with suppress(RuntimeError):
@@ -105,7 +107,8 @@ def test_an_impossible_event_says_what_is_wrong():
 
 
 def test_recovery_restores_what_was_consumed():
-    """At version 10 the gate admits (eta + 1) B groups, and not (eta + 11) B (AReaL #1388)."""
+    """After a restart at version 10 the gate admits (eta + 1) B groups, and not (eta + 11) B (AReaL
+    #1388)."""
     manager = make_manager(eta=2, batch=4, version=10)
     assert manager.get_capacity() == 52
     manager.on_version_recovered(10)
@@ -115,7 +118,8 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_the_age_check():
-    """Age eta may train, and eta + 1 may not; a version from the future is an error."""
+    """A group of age eta may be consumed, and a group of age eta + 1 may not. A version that the
+    trainer has not made is an error."""
     manager = make_manager(eta=2, version=7)
     assert [manager.is_fresh(version) for version in (5, 4, None)] == [True, False, True]
     manager.check_age(5)
@@ -132,8 +136,10 @@ def test_the_age_check():
 
 @pytest.mark.parametrize(("stale", "age"), [("unbounded", 5), ("wait", 1)])
 def test_the_gate_alone_bounds_nothing(stale, age):
-    """eta = 1, B = 2, and group 0 ends only when the trainer needs it, or at version 5. In order
-    of finish it trains at age 5; in order of start the first batch waits for it."""
+    """Here eta = 1 and B = 2, and the age check is off. Group 0 ends when no batch can be made
+    without it, at the latest at version 5. If steps take the groups that finished first, group 0 is
+    trained at age 5. If they take the groups that started first, the first batch waits for group
+    0."""
     clock, ages, started = Version(), list[int](), dict[int, int]()
     state = DispatchState(StalenessManager(clock, 100, 2, 1), lambda task: started[task], stale)
     state.gate.check_age = state.gate.is_fresh = lambda version: True  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""The house: who may import whom.
+"""The house: which module may import which.
 
-Each of the seven draws in few modules, the core never imports extras/, and what is below train.py
-knows nothing of launching and logging. Imports inside functions count.
+Each of the seven modules at the top level draws in few others, the core never imports extras/, and
+only train.py and run/ import the modules that launch and log. Imports inside functions count.
 """
 
 import ast

@@ -24,9 +24,9 @@ def blocks(page: str) -> list[list[str]]:
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """A new run of the tour prints the page docs/lifecycle.md; another processor rounds otherwise,
-    so measured numbers are near those of the page. If the tour makes a different base model on this
-    machine, nothing in the blocks has to agree."""
+    """A new run of the tour prints the page docs/lifecycle.md. Another processor rounds
+    differently, so measured numbers may differ a little from those of the page. If the tour makes a
+    different base model on this machine, nothing in the blocks has to agree."""
     page = (ROOT / "docs/lifecycle.md").read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:

@@ -134,7 +134,8 @@ BAD = [1.0, {}, row(), {"input_ids": torch.ones(3), "attention_mask": torch.ones
 async def test_one_failing_member_does_not_take_its_group_along(
     bad: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that raises, exits or returns no trajectory is counted and logged; the rest goes on."""
+    """A member that raises, exits or returns no trajectory is counted and logged. The other members
+    go on."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         if context.sample_idx != 1:
@@ -162,7 +163,8 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """Errors count where others returned None; if all raise, the group has failed as a whole."""
+    """If some members return None and the others raise, the group is rejected and the errors are
+    counted. If all raise, the group raises the first error."""
 
     def errors(context: WorkflowContext, data: dict) -> Any:
         if context.sample_idx in data["none"]:
@@ -176,7 +178,8 @@ async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_f
 
 
 async def test_members_run_at_the_same_time_with_a_context_and_a_sample_of_their_own() -> None:
-    """Each waits for all others; one after another, the first would wait until the deadline."""
+    """Each member waits for all others. If they ran one after another, the first would wait until
+    the deadline."""
     barrier = asyncio.Barrier(4)
 
     class Meets(RolloutWorkflow):
@@ -198,7 +201,7 @@ async def test_members_run_at_the_same_time_with_a_context_and_a_sample_of_their
 
 
 async def test_groups_of_interactions_are_merged() -> None:
-    """`parents` are rows of the whole group."""
+    """The indices in `parents` count the rows of the whole group."""
 
     def calls(context: WorkflowContext, data: dict) -> Any:
         return {f"call {context.sample_idx}": interaction(3, 4)}
@@ -214,7 +217,8 @@ async def test_groups_of_interactions_are_merged() -> None:
 
 
 def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
-    """A workflow, its class, its path, or an agent; agents run inline unless told otherwise."""
+    """The user may give a workflow or an agent, as an object, a class or a path. Agents run inline
+    by default."""
     instance = Function(lambda context, data: None)
     assert resolve_workflow(instance) is instance
     for given in (Function, f"{__name__}.Function"):
@@ -228,7 +232,7 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
 
 
 def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
-    """It gets those that its __init__ takes and workflow_kwargs does not give."""
+    """Each is passed if the class's __init__ takes it and workflow_kwargs does not give it."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
     for reward_fn in (exact, f"{__name__}.exact"):
         made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": reward_fn}, defaults=defaults)
@@ -256,14 +260,15 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
 def test_what_cannot_be_resolved_says_what_is_missing(
     error: type[Exception], message: str, workflow: Any, kwargs: dict, proxy: Any
 ) -> None:
-    """The error's words say it."""
+    """The error names the module, the argument or the method that is wrong or missing."""
     with pytest.raises(error, match=message):
         resolve_workflow(workflow, kwargs, proxy=proxy)
 
 
 @pytest.fixture
 def multi_turn(tiny_tokenizer: Any) -> Callable[..., Any]:
-    """multi_turn(**options) makes a MultiTurnWorkflow, which is right if it says the answer."""
+    """multi_turn(**options) makes a MultiTurnWorkflow, whose reward is 1 if the completion begins
+    with the answer, and else 0."""
     start = functools.partial(MultiTurnWorkflow, exact, tokenizer=tiny_tokenizer)
     return functools.partial(start, gconfig=GenerationHyperparameters())
 
@@ -271,7 +276,8 @@ def multi_turn(tiny_tokenizer: Any) -> Callable[..., Any]:
 async def test_multi_turn_asks_again_until_the_reward_is_positive(
     multi_turn: Callable[..., Any], tiny_tokenizer: Any
 ) -> None:
-    """The k-th answer is worth turn_discount^(k-1) times its reward."""
+    """If the k-th answer is the first with a positive reward, every turn gets turn_discount^(k-1)
+    times this reward."""
     answers = iter(["5", "3", "4"])
     engine = ScriptedEngine(tiny_tokenizer, lambda request: next(answers))
     workflow = multi_turn(max_turns=5, turn_discount=0.5, reflection_message="no")

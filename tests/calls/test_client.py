@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def proxy(tiny_tokenizer: Any) -> Proxy:
-    """Its engine answers "ok" to everything."""
+    """A proxy whose engine answers "ok" to everything."""
     return Proxy(ScriptedEngine(tiny_tokenizer), tiny_tokenizer, "admin")
 
 
@@ -41,7 +41,7 @@ async def client(proxy: Proxy) -> OpenAIProxyClient:
 
 
 async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -> list[str]:
-    """A conversation of so many turns. Return the ids of the completions."""
+    """A conversation of `turns` turns. Return the ids of the completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
         url = client.session_url + "/chat/completions"
@@ -86,7 +86,7 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
 
 
 async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, proxy: Proxy) -> None:
-    """Although the agent has succeeded."""
+    """The episode fails, although the agent has succeeded."""
     with pytest.raises(EngineError, match="unknown"):
         async with client:
             proxy.sessions.clear()

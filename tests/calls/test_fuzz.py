@@ -1,4 +1,4 @@
-"""No body is a server error, in any protocol: an SDK would send it again."""
+"""No body leads to a server error, in any protocol, because an SDK would send the body again."""
 
 import asyncio
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def nested(depth: int, wrap: str) -> bytes:
 def test_depth_is_no_danger(
     tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str
 ) -> None:
-    """A body nested deeper than Python's recursion limit is refused like any other."""
+    """A deeply nested body is served or refused, and from 900 levels on it is always refused."""
     tool = b'[{"type":"function","function":{"name":"f","parameters":{"p":%s}}}]'
     value = {"tools": tool, "chat_template_kwargs": b'{"a":%s}'}.get(field, b"%s")
     plain = b'{"messages":[{"role":"user","content":"x"}],"input":"x","%s":%s}'

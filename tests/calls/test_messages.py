@@ -47,7 +47,7 @@ def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Messa
 
 
 def begins_with(messages: list[Message], said: list[Message]) -> bool:
-    """Whether they are equal as far as `said` goes."""
+    """Whether the canonical forms of `messages` begin with those of `said`."""
     return list(map(canonical, messages[: len(said)])) == list(map(canonical, said))
 
 
@@ -129,7 +129,7 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
-    """A name and the marks of a cache count for nothing."""
+    """A comparison ignores a user's name and the marks of a cache."""
     assert canonical(user(None)) == canonical(user("")) == canonical({"role": "user"})
     mark = {"type": "text", "cache_control": {"type": "ephemeral"}}
     split = user([mark | {"text": part} for part in parts])
@@ -255,7 +255,8 @@ def test_two_replies_in_a_row_stay_two() -> None:
     ],
 )
 def test_what_is_no_text_becomes_one(part: dict[str, Any]) -> None:
-    """A message and a tool's result may have an image, a file or a block that nobody knows."""
+    """An image, a file or an unknown block, in a message or in a tool's result, becomes a
+    placeholder."""
     talk = [{"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}]
     talk += [{"role": "tool", "tool_call_id": "c", "content": [part]}]
     texts = [message["content"] for message in ask(messages=talk).messages]
@@ -276,12 +277,13 @@ FOUND = {"type": "search_result", "source": "s", "content": [{"type": "text", "t
     ],
 )
 def test_a_history_with_an_unusual_item_is_read(item: dict[str, Any], text: str) -> None:
-    """It comes again with every later call, so refusing it would end the session."""
+    """The item comes again with every later call, so refusing it would end the session."""
     assert [message["content"] for message in ask(messages=[QUESTION, item]).messages][1] == text
 
 
 def test_what_a_template_may_read_reaches_it() -> None:
-    """The name of a tool's result, for example. It does not count when histories are compared."""
+    """For example, a tool's result may have a name. It does not count when histories are
+    compared."""
     sent = [TALK[3] | {"name": "f"}, said("a", reasoning="hm"), QUESTION | {"name": {}}]
     read = ask(messages=sent).messages
     assert read == [*sent[:2], QUESTION]

@@ -96,7 +96,7 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
-    """Each question is rendered and tokenised once, and no answer."""
+    """Each question is rendered and tokenised once, and an answer never."""
     tokenizer = with_template(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
@@ -151,7 +151,8 @@ NEEDS_THE_CALL = {  # what such a template writes for a result of f
 def test_a_template_that_needs_the_call_of_a_result_is_rendered_in_full(
     tiny_tokenizer: Any, name: str
 ) -> None:
-    """The stub before the new messages has no call. Users' messages still follow the tokens."""
+    """New messages are rendered after a stub, and the stub has no call. Users' messages still
+    follow the sampled tokens."""
     template, written = NEEDS_THE_CALL[name]
     tokenizer = with_template(tiny_tokenizer, HEAD + template)
     prompts, cache = PromptBuilder(tokenizer), InteractionCache()
@@ -167,7 +168,8 @@ def test_a_template_that_needs_the_call_of_a_result_is_rendered_in_full(
 
 
 def test_a_text_that_the_template_leaves_out_is_refused(tiny_tokenizer: Any) -> None:
-    """The model would answer without it. Two equal texts need two places; JSON may be in JSON."""
+    """The model would answer without this text. If two messages have the same text, the prompt must
+    have it twice. The prompt may have a text in the form of JSON."""
     template = HEAD + "{% if m.role != 'tool' %}{{ m.content }}{% endif %}<|im_end|>\n" + TAIL
     result = {"role": "tool", "content": 'a "b"', "tool_call_id": "c"}
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
@@ -224,7 +226,7 @@ SHIPPED = sorted(Path(TRL.origin).parent.glob("chat_templates/*.jinja")) if TRL 
 @pytest.mark.parametrize("talk", HARD)
 @pytest.mark.parametrize("path", SHIPPED or [None], ids=str)
 def test_templates_in_use_get_every_text_or_refuse(tiny_tokenizer, path, talk) -> None:
-    """What cannot be rendered is known when the template is loaded: it has no tools."""
+    """Whether a template can render the results of tools is known when the template is loaded."""
     own = with_template(tiny_tokenizer, path.read_text())
     own.bos_token = "<|endoftext|>"
     prompts = PromptBuilder(own)
@@ -237,7 +239,8 @@ def test_templates_in_use_get_every_text_or_refuse(tiny_tokenizer, path, talk) -
 
 
 def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """Here a message's text depends on how many there are, so each turn is a row."""
+    """In this template, a message's text depends on the number of messages, so each turn is a row
+    of its own."""
     looks_back = "{{ m.content }}{{ messages | length }}<|im_end|>\n"
     tokenizer = with_template(tiny_tokenizer, HEAD + looks_back + TAIL)
     talk = Talk(tokenizer)
@@ -273,7 +276,7 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(
 def test_settings_of_the_tokenizer_do_not_change_a_prompt(
     tiny_tokenizer: Any, settings: dict[str, Any]
 ) -> None:
-    """An agent in the same process may call the same tokenizer with others."""
+    """An agent in the same process may call the same tokenizer with other settings."""
     tokenizer = with_template(tiny_tokenizer, TEMPLATES["plain"])
     prompts, call = PromptBuilder(tokenizer), Interaction([user("Six times seven?")])
     before = prompts.prompt(call)
@@ -288,7 +291,7 @@ def test_settings_of_the_tokenizer_do_not_change_a_prompt(
 def test_calls_are_given_as_a_template_wants_them(
     tiny_tokenizer: Any, arguments: str, call: str
 ) -> None:
-    """One that refuses arguments as an object gets them as text."""
+    """A template that refuses arguments as an object gets them as text."""
     calls = "{% for c in m.tool_calls %}{{ '<call>' + " + arguments + " }}{% endfor %}"
     template = HEAD + calls + "{{ m.content }}<|im_end|>\n" + TAIL
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
@@ -299,7 +302,8 @@ def test_calls_are_given_as_a_template_wants_them(
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """Although only the new messages are rendered. A description forges no turn."""
+    """The tools are in every turn, although only the new messages are rendered. The description of
+    a tool forges no turn."""
     offer = "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}"
     talk = Talk(with_template(tiny_tokenizer, HEAD + offer + "{{ m.content }}<|im_end|>" + TAIL))
     tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]

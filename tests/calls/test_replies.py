@@ -102,7 +102,8 @@ ADDED = {"created", "created_at", "parsed_arguments", "parsed"}
 
 
 def bare(value: Any) -> Any:
-    """A reply without what a stream may have otherwise: times, nulls, and what a helper adds."""
+    """A reply without the parts that may differ in a stream: times, nulls, and what a helper
+    adds."""
     if isinstance(value, dict):
         added = ADDED | ({"index"} if "function" in value else set())
         return {k: bare(v) for k, v in value.items() if v is not None and k not in added}
@@ -145,8 +146,8 @@ MESSAGES = st.builds(
 def test_a_stream_is_the_whole_reply(
     name: str, message: dict[str, Any], stop_reason: str, progress: int
 ) -> None:
-    """The SDKs' helpers build the whole reply, however long it took, and both have all fields that
-    the installed SDKs' types require."""
+    """From a stream, the SDKs' helpers build the whole reply, however many events of progress it
+    has. Reply and events have all fields that the types of the installed SDKs require."""
     raw, reply = streamed(name, message, stop_reason, progress), whole(name, message, stop_reason)
     assert bare(accumulated(name, raw)) == bare(reply)
     # The SDKs have no types for these two.

@@ -59,7 +59,7 @@ def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
 
 
 def test_reasoning_that_does_not_end_is_the_answer_if_the_answer_has_ended() -> None:
-    """The prompt has begun it, and the model has answered without."""
+    """The prompt has begun the reasoning, but the model has answered without any."""
     for text, message in (("<think>\n42", said("42")), ("<think>" + MARKED, said("", MARKS))):
         assert read_answer(text, TOOLS, "ab12", ended=True) == message
         assert read(text)["content"] == ""
@@ -113,7 +113,7 @@ def test_without_tools_nothing_is_a_call() -> None:
 def test_a_forced_call_is_begun_for_the_model(
     begun: str, choice: str, tools: list, written: str
 ) -> None:
-    """The prompt has its beginning, and the model writes the rest."""
+    """The prompt ends with the beginning of the call, and the model writes the rest."""
     first = opening(choice, tools, begun)
     assert (begun + first).count("</think>") == bool(begun)
     assert read(begun + first + written, tools) == said("", ("f", {"a": 1}))

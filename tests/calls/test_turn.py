@@ -48,7 +48,7 @@ def cache_of(harness: Harness, session: str) -> Any:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream sends progress without waiting for it."""
+    """A stream sends events of progress without a pause."""
     monkeypatch.setattr("calls.turn.PROGRESS_SECONDS", 0.0)
 
 

@@ -103,8 +103,8 @@ async def test_a_client_may_change_its_tools(
 async def test_a_response_goes_on_from_the_one_it_names(
     start: Start, tool_tokenizer: Any, change: dict[str, Any]
 ) -> None:
-    """Its conversation comes before the new messages, and its tokens, if nothing else differs.
-    With other instructions it is another conversation."""
+    """The conversation of the named response comes before the new messages. If the instructions
+    differ, the request begins another conversation."""
     harness = start("one", "two", tokenizer=tool_tokenizer)
     session = await harness.start()
     fields = {"instructions": "Be terse.", "tools": [offer("responses")]}

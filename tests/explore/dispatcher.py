@@ -1,23 +1,23 @@
 """DispatchMachine is the state machine of the dispatcher.
 
-It calls the real DispatchState and StalenessManager, and after a kill the real state_dict,
-load_state_dict and _draw of WorkflowExecutor. Groups start, end, fail and are rejected in every
-order. The trainer consumes batches, makes versions, and may write a checkpoint with one; the
-process may be killed; the trainer may slip, which means make a version without a batch. A group has
-tokens of every version from its start to its end. The properties:
+It calls the real DispatchState and StalenessManager, and the real _draw, state_dict and
+load_state_dict of WorkflowExecutor. Groups start, end, fail and are rejected in every order. The
+trainer consumes batches, makes versions, and may write a checkpoint with a version. The process may
+be killed. The trainer may also slip, which means that it makes a version without a batch. A group
+has tokens of every version from its start to its end. The properties:
 
     `age`         No trained token is more than eta versions old.
-    `gate`        When a group starts, accepted + running <= (eta + version + 1) B.
+    `gate`        When a group has started, accepted + running <= (eta + version + 1) B.
     `counters`    submitted = enqueued + running + accepted + rejected + dropped + withdrawn.
     `starvation`  No group waits more than eta versions for its step: from its start with wait, from
                   its end with mask and drop.
-    `lost`        Only drop drops groups.
+    `lost`        Only drop drops groups, and mask after a slip. A fetch by id gets its group.
     `kept`        A batch that the age check refuses is still there.
     `restart`     After a kill, min(concurrent, (eta + 1) B) groups may start at once.
     `data`        Every position of the data is drawn once, and again only if a kill has undone it.
-    `deadlock`    From every state the trainer can reach the last version.
+    `deadlock`    From every state the trainer can reach the last version, or has refused a batch.
 
-All this is proved only within the bounds, such as two groups in a batch and at most one kill.
+The search proves this only within bounds, such as two groups in a batch and two kills.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -230,7 +230,8 @@ class DispatchMachine:
                 raise Broken("age", f"version {group.oldest} trains at version {world.version}")
 
     def kill(self, world: World, name: str) -> None:
-        """Kill the process, and go on from the checkpoint, or from the beginning."""
+        """Kill the process. The next one continues from the checkpoint, or begins anew if there is
+        none."""
         b, kills = self.bounds, world.kills + 1
         version, closed, saved = world.saved or (0, frozenset(), None)
         world.version, world.training, world.kills, world.closed = version, False, kills, closed

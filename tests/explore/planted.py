@@ -26,8 +26,8 @@ def mutant(module: ModuleType, line: str = "", changed: str = "") -> ModuleType:
 def with_mutant(
     modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str
 ) -> list[ModuleType]:
-    """Copies of the modules, which use each other; `module` has the error. Each module comes after
-    those that it imports."""
+    """Copies of the modules, which use each other instead of the originals. The copy of `module`
+    has the error. In `modules`, each module comes after those that it imports."""
     copies: dict[ModuleType, ModuleType] = {}
     for original in modules:
         changes = (line, changed) if original is module else ()

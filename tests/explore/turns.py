@@ -1,17 +1,19 @@
-"""TurnMachine: the shipped Proxy, Turn, Session and conversation tree under clients, an engine and
-a trainer.
+"""TurnMachine is the state machine of a session's calls.
 
-Clients call, hang up and retry; the proxy notices a hang-up some time later. The engine finishes or
-fails, and needs time to abort. The trainer rewards, ends and exports the session. Tokenizer and
-engine are stand-ins: a token is a letter, and every generation has its own letter, version and
-log-probability. A running coroutine cannot be copied, so a state is the list of the events that
-lead to it, and all of them are repeated to apply one more (loop.py). The properties:
+It runs the shipped Proxy, Turn and Session, and the conversation tree.
+
+Clients call, hang up and retry, and the proxy notices a hang-up some time later. The engine
+finishes or fails, and needs time to abort. The trainer rewards, ends and exports the session.
+Tokenizer and engine are stand-ins: a token is a letter, and every generation has its own letter,
+version and log-probability. A running coroutine cannot be copied. So a state is the list of the
+events that lead to it, and to apply one more event, all of them are repeated in a new world
+(search.py). The properties:
 
     once      A call and its retries become at most one exported turn; a retry of a failed call
               gets a generation of its own.
     ended     A session that has ended starts no generation.
     read      A reply that a client has read before the session's end is exported.
-    mixed     A client gets the reply to its own request, and a turn has the tokens of its own.
+    mixed     A client gets the reply to its own request, and a turn the tokens of its own request.
     stopped   A generation is told to stop when nobody waits for it, or the session has ended.
     answered  Nobody waits for a generation that is over.
     tree      The unfinished turns of the tree are those that run.
@@ -165,8 +167,8 @@ class World:
         self.turns += [turn for turn in self.session.turns.values() if turn not in self.turns]
 
     def expect_generations(self, body: str, marked: bool) -> None:
-        """How many there must be after a request: one more for a new call, for the retry of a
-        failed one, and for the retry of one that never arrived."""
+        """Compute how many generations there must be after a request. A new call adds one, and so
+        does the retry of a call that failed or never arrived."""
         equal = [turn for turn in self.turns if turn.ask.messages[-1]["content"] == body]
         is_new = not marked or not equal or equal[-1].failed
         self.expected = len(self.engine.generations) + (is_new and not self.session.ended)

@@ -1,19 +1,20 @@
 """UpdateMachine explores a weight update around one request.
 
 It runs the shipped `PPOTrainer.push` (train.py), `RemoteInfEngine` (engine.py), and `Servers` and
-`send` (inference/). There are two engines: the trainer's pushes versions, the proxy's has the
-request.
-Between two calls of the trainer a server may generate a token, die, or restart with its first
-weights; a connection may break, and an answer may be lost. Only the servers are stand-ins: the id
-of each token is the version of the weights that computed it. The properties:
+`send` (inference/). There are two engines: the trainer's engine pushes versions, and the proxy's
+engine has the request.
+
+Between two calls of the trainer, a server may generate a token, die, or restart with its first
+weights. A connection may break, and an answer may be lost. The servers are stand-ins: the id of
+each token is the version of the weights that computed it. The properties:
 
     `label`     Every token has the version of the weights that computed it, and none is newer than
                 the version that the proxy was told.
     `falls`     Versions never fall along a completion.
     `lost`      A completion keeps every token, has all that were asked for, and fails only after
                 request_retries + 1 failures in a row.
-    `has`       A server whose label is a number has the weights of that version; when the gate gets
-                a new version, every server has it (but one that was restarted in the update).
+    `has`       A server whose label is a number has the weights of that version. When the gate gets
+                a new version, every live server has it, unless it restarted during the update.
     `paused`    When the trainer has ended, no server that lives is paused.
     `deadlock`  From every state, request and trainer can end.
 """

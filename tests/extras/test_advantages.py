@@ -1,4 +1,4 @@
-"""Each variant of the advantages against a plain loop or sum in its paper's notation."""
+"""Each variant of the advantages is compared with a plain loop or sum in its paper's notation."""
 
 import math
 from functools import partial

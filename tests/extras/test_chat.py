@@ -12,7 +12,7 @@ from extras import chat
 
 @pytest.mark.parametrize("made", ["nothing", "no checkpoint"])
 def test_no_model_is_one_line(tmp_path: Path, capsys, made: str) -> None:
-    """Without a run or a checkpoint one line asks for the folder of a run that has some."""
+    """Without a run or a checkpoint, one line asks for the folder of a run that has checkpoints."""
     folder = tmp_path / "run"
     if made == "no checkpoint":
         folder.mkdir()
@@ -24,7 +24,8 @@ def test_no_model_is_one_line(tmp_path: Path, capsys, made: str) -> None:
 
 
 def test_words_that_a_small_model_does_not_know(tiny_tokenizer: Any) -> None:
-    """A vocabulary of words names the others; one of bytes knows every word."""
+    """With a vocabulary of words, `unknown_words` returns all other words. With a vocabulary of
+    bytes, every word is known."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "guess": 1, "a": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     small = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")

@@ -88,7 +88,8 @@ CASES: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
 def test_a_rule_fires_on_the_sick_run_alone(
     rule: str, metric: str, sick: Any, near: Any, both: dict[str, Any]
 ) -> None:
-    """A rule tells a sick run from a similar healthy one, and waits for all of its steps."""
+    """A rule tells a sick run from a similar healthy one, and does not fire before it has seen its
+    number of steps."""
     steps = next(each.steps for each in RULES if each.name == rule)
     lines = lines_of(steps, **both | {metric: sick})
     assert rule in rules_that_fire(lines)
@@ -156,7 +157,7 @@ def answer(tokens: list[int], logprob: float = 0.0) -> dict[str, Any]:
 
 
 def servers_that(answer_all: Callable[[], list[Any]]) -> Any:
-    """An engine whose servers answer so."""
+    """An engine whose servers give these answers."""
     servers = SimpleNamespace(post_all=lambda *_: answer_all())
     return SimpleNamespace(servers=servers, request_timeout=1.0)
 
@@ -198,8 +199,8 @@ def test_a_strict_doctor_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_the_doctors_facts_become_metrics(tmp_path: Path) -> None:
-    """A line has the verdict on the update before it. No line follows the last update, so its
-    verdict goes to doctor.jsonl alone. Other ranks only compute."""
+    """A line has the verdict on the update before its step. No line follows the last update, so the
+    verdict on it goes only to doctor.jsonl. Other ranks only compute."""
     doctor, run = start(tmp_path, last=3)
     first = {"no_signal_share": 0.0, "baseline_bias": 0.0}
     fine = first | {"canary_mismatch": 0.0, "canary_unchanged": 0}
@@ -323,8 +324,9 @@ def test_baseline_bias() -> None:
 
 
 def test_answers_to_the_canary() -> None:
-    """A server without the new weights differs from the trainer, or keeps all of its bits. After
-    the first token that the new weights have changed there is nothing to compare."""
+    """If a server lacks the new weights, its log-probabilities differ from the trainer's, or have
+    not changed in any bit. If the new weights have changed a token, nothing after it can be
+    compared."""
     old, new = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.5])
     last = parse_segment(answer([7, 8], -1.0))
 
@@ -400,8 +402,9 @@ def loop() -> Iterator[Any]:
 def test_a_blocked_loop_is_named(
     loop: Any, monkeypatch: pytest.MonkeyPatch, computed: float, is_named: bool
 ) -> None:
-    """A function that sleeps in the loop for 0.2 s is named, and so is one that computes for half
-    of that. One in between wants a core and gets none: the machine is starved, and it innocent."""
+    """A function that sleeps in the loop for 0.2 s is named, and so is one that computes for at
+    least half of that time. A function in between wants a core and gets none, so the machine is
+    starved and the function is innocent."""
     entered, release, over = (threading.Event() for _ in range(3))
     looks = iter([0.0, *[computed] * 9])
 
@@ -425,7 +428,7 @@ def test_a_blocked_loop_is_named(
 
 
 def test_a_loop_that_gets_on_is_not_blocked(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy loop answers late, but each look finds another call: none of them blocks. One that is
+    """A busy loop answers late, but each look finds another call, so no call blocks. A loop that is
     silent because its run is over is not asked again."""
     looks, answers, over = list[object](), list[Any](), threading.Event()
 

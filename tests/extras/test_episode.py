@@ -1,5 +1,5 @@
-"""`python -m extras.episode` runs an agent once and draws its calls. tests/test_examples.py shows
-also those that fail."""
+"""`python -m extras.episode` runs an agent once and draws its calls. tests/test_examples.py also
+has agents that fail."""
 
 import re
 import subprocess
@@ -38,8 +38,8 @@ def episode(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_tree_of_an_episode(tiny_model_dir: Path, tiny_server: str) -> None:
-    """It shows each call under the one that it continues, with tokens and final reward, at the
-    temperature where that is not 1; the sample is the first one of the agent's module."""
+    """The tree shows each call under the call that it continues, with its tokens, its final reward,
+    and its temperature if that is not 1. The sample is the first one of the agent's module."""
     model = ["--model-path", str(tiny_model_dir)]
     done = episode("test_episode.TwoTurns", *model, "--server", tiny_server, "--discount", "0.5")
     assert done.returncode == 0, done.stderr

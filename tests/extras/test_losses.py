@@ -1,4 +1,5 @@
-"""Each variant of the loss against one slow loop, which it tells the w and the u of a row."""
+"""Each variant of the loss is compared with one slow loop. A variant's `Row` gives the loop the w
+and the u of a row."""
 
 import math
 from collections.abc import Callable

@@ -107,7 +107,8 @@ SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 def test_memory_of_a_real_step(
     family, vocabulary, tied, dtype, checkpointing, tokens, frozen, tmp_path: Path, monkeypatch
 ) -> None:
-    """The estimate of a step is 10 % close to the peak of all tensors in a real one."""
+    """The estimate of a step differs by at most 10 % from the peak of all tensors in a real
+    step."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 1 << 16, "cuda": 1 << 16})
     shape = AutoConfig.for_model(family, vocab_size=vocabulary, tie_word_embeddings=tied, **SMALL)
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
@@ -202,8 +203,9 @@ THERE = "rollout.server_addrs=['http://10.0.0.5:30000']"
     ],
 )
 def test_what_a_group_for_new_weights_needs(gpus, ranks, words, refusal, monkeypatch) -> None:
-    """GPUs of its own, because NCCL refuses those that two processes share; the line names `disk`.
-    A server on another machine would take a loopback address for itself."""
+    """The group needs GPUs of its own, because NCCL refuses GPUs that two processes share. The
+    error suggests mode `disk`. A loopback address is refused, because a server on another machine
+    would connect to itself."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     names = [str(k) for k in range(gpus)]
     given = recipe("DIR", "server.backend=sglang", "weight_update.mode=distributed", *words)

@@ -184,7 +184,8 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
 
 @pytest.mark.parametrize("name", ["7-0.0", "7.0"])
 async def test_a_failed_call_fails_again(follow: Any, name: str) -> None:
-    """The status is the same, so the agent acts the same. A lone episode has no member."""
+    """The status is the same, so the agent acts the same. The name of a lone episode has no
+    member."""
     engine, hooks, servers = follow(call(name, [], failed=503))
     with pytest.raises(EngineError) as failed:
         await engine.agenerate(request(name))
@@ -261,7 +262,8 @@ def test_a_continued_run_cuts_an_incomplete_line(tmp_path: Path, cut: int) -> No
 
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
-    """Tokens of later versions are not waited for. A task that ends without them differs."""
+    """A replay does not wait for tokens of later versions. A task that ends without its recorded
+    tokens differs."""
     write(tmp_path / FILE, *consumed(RECORDED))
     found = start(tmp_path)
     found.record(**START)

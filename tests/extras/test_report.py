@@ -260,7 +260,7 @@ def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys) -> None:
 
 
 def test_a_run_that_failed_says_why(folder: Path) -> None:
-    """The report of a run that an exception has ended names it."""
+    """If an exception has ended a run, its report names the exception."""
     start(Report, folder)[0].on_end(ValueError("no"))
     [run] = read_page((folder / "report.html").read_text())
     assert run["timeline"]["end"] == "ValueError('no')"
@@ -268,7 +268,8 @@ def test_a_run_that_failed_says_why(folder: Path) -> None:
 
 
 def test_reports_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch) -> None:
-    """If a step and a report take 1 s each, a report comes only every fifty steps."""
+    """If a step and a report take 1 s each, the first 120 steps have reports at steps 10, 50 and
+    100."""
     seconds, written = [0.0], list[int]()
 
     def write(self: Report) -> None:

@@ -8,9 +8,9 @@ is tested by the command below; in bfloat16 its logprobs may differ by 0.25 nats
     POCKET_AREAL_CONTRACT_URL=http://127.0.0.1:30000 POCKET_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
 
-No id is outside the vocabulary and no tensor has a wrong shape, because SGLang would crash. No seed
-is sent, because SGLang ignores it. The small server takes weights from a disk alone, so the tests
-of mode distributed skip it.
+The tests send no id outside the vocabulary and no tensor of a wrong shape, because SGLang would
+crash. They send no seed, because SGLang ignores it. The small server takes weights only from a
+disk, so the tests of mode distributed skip it.
 """
 
 import asyncio
@@ -86,7 +86,8 @@ class Server:
         return self.pool.submit(answer)
 
     def start(self, rid: str, max_new_tokens: int = LONG) -> Future:
-        """Send a long request, and return when it has its first token: a later one is answered."""
+        """Send a long request, and wait until it has its first token. It has one when a later
+        request is answered."""
         future = self.send(rid, max_new_tokens)
         self.generate(1, PROMPT[:3])
         return future
@@ -233,7 +234,8 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
 
 
 def test_a_wrong_schema_is_a_400(server: Server) -> None:
-    """Whether a server has a grammar or none, it refuses this, and the engine does not retry."""
+    """A server refuses a wrong schema, whether it supports grammars or not. The status tells the
+    engine not to retry."""
     engine = RemoteInfEngine([server.url])
     gconfig = CallParameters(max_new_tokens=4, json_schema='{"type": "bogus"}')
     with pytest.raises(EngineError, check=lambda error: error.status == 400):

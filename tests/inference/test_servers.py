@@ -1,7 +1,7 @@
 """Which server gets a request, and which of its answers are believed.
 
 Servers that restart, or run ahead of the trainer, are in tests/explore/updates.py. The last test
-kills a real one that is generating.
+kills a real server that is generating.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ A, B = "http://a", "http://b"
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8))
 def test_groups_are_spread_evenly(first: int, groups: int, count: int):
-    """Of consecutive groups no server gets two more than another, in whatever order a process knows
-    them."""
+    """Of consecutive groups, no server gets two more than another. The order in which a process
+    lists the servers does not matter."""
     servers = [f"http://s{k}" for k in range(count)]
     keys = [str(n) for n in range(first, first + groups)]
     counts = Counter(rank_servers(servers, key)[0] for key in keys)
@@ -99,7 +99,8 @@ def test_a_strange_answer_is_an_engine_error(head: bytes) -> None:
 
 @pytest.mark.runs
 def test_kill_one_of_two_in_the_midst_of_generation(tiny_model_dir: Path) -> None:
-    """The other server finishes every completion; the next call to all servers names the dead."""
+    """The other server finishes every completion. The next call to all servers raises an error that
+    names the dead one."""
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
     with ExitStack() as stack:
         started = [stack.enter_context(server_process(*command)) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""New weights reach every server wholly or not at all; none goes while a server reads it."""
+"""New weights reach every server wholly or not at all, and no version is deleted while a server may
+read it."""
 
 import os
 import threading
@@ -68,8 +69,8 @@ def test_a_crash_half_way_is_never_seen(
 
 
 def test_the_old_version_outlives_the_loading(tmp_path: Path):
-    """Version 1 goes only when every server has version 2, because one that failed may still be
-    reading either; and nothing but old versions goes."""
+    """Version 1 is deleted only when every server has version 2, because a server that failed may
+    still be reading either version. Nothing but old versions is deleted."""
     for name in ("v1", "v2", "vocabulary"):
         (tmp_path / name).mkdir()
     meta, on_disk = WeightUpdateMeta(path=str(tmp_path)).with_version(2), {"v2", "vocabulary"}
@@ -110,8 +111,8 @@ class Watched:
 def test_files_are_written_in_the_dtype_of_the_passes_before_the_pause(
     tiny_model_dir: Path, tmp_path: Path
 ):
-    """In mode disk the servers generate while the trainer writes. On a CPU, bfloat16 is a matter of
-    the products, and the files are float32."""
+    """In mode disk the servers generate while the trainer writes. On a CPU, bfloat16 is used only
+    in products, so the files are float32."""
     from train import PPOTrainer
 
     actor = FSDPPPOActor(PPOActorConfig(dtype="bfloat16"), tiny_model_dir)
@@ -207,7 +208,8 @@ class Meeting:
 
 
 def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
-    """Trainer and servers enter each collective together, the broadcasts inside a session."""
+    """Trainer and servers enter each collective operation together. The broadcasts happen between
+    /begin_weight_update and /end_weight_update."""
     meeting = Meeting()
     monkeypatch.setattr(weights, "join_group", meeting.join)
     buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]
@@ -220,7 +222,7 @@ def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest
 
 
 def test_a_server_that_refuses_the_group_is_named(monkeypatch: pytest.MonkeyPatch):
-    """Its words are the error, and not the trainer's own time-out."""
+    """The error has the server's words. It is not a time-out of the trainer."""
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         if path == "/init_weights_update_group":

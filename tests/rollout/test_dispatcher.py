@@ -132,7 +132,8 @@ def test_results_come_in_order_of_start_and_a_straggler_holds_up_its_batch(make_
 
 
 def test_a_timeout_consumes_nothing(make_stage):
-    """After a timeout, every group is still there; and what is there needs no time."""
+    """After a timeout, every group is still there. A batch that is finished can be taken with
+    timeout 0."""
     stage = make_stage(batch=2)
     stage.submit(0, 1)
     stage.finish(0)
@@ -146,7 +147,8 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_producer_and_trainer(make_stage, background):
-    """When the version rises, what the gate admits starts, and a waiting trainer gets it."""
+    """When the version rises, the groups that the gate now admits start, and a waiting trainer gets
+    them."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0, 1)
     stage.finish(0, 1)
@@ -175,7 +177,8 @@ def test_pause_starts_nothing_and_resume_goes_on(make_stage):
 
 
 def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
-    """When a batch is taken, what the gate will admit at the next version is already pending."""
+    """When a batch is taken, the prompts that the gate will admit at the next version are already
+    enqueued."""
     stage = make_stage(eta=1, batch=2)
     stage.finish(*range(4))
     assert len(stage.dispatcher.active_submit_and_wait(prompts(), 2)) == 2
@@ -186,7 +189,7 @@ def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
 
 
 def test_the_same_error_again_and_again_ends_the_run(make_stage):
-    """A bug in every episode stops the run, with the first exception and its task."""
+    """If every episode fails, the run ends with an error that names the first exception."""
     stage = make_stage(eta=0, batch=2, concurrent=1, max_failures=3)
     errors = [ValueError(f"bug {i}") for i in range(10)]
     for task_id, error in enumerate(errors):
@@ -201,7 +204,7 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
 
 @pytest.mark.parametrize(("batch", "limit"), [(1, 8), (32, 64)])
 def test_nothing_but_rejections_is_a_bug(make_stage, batch, limit):
-    """max(8, 2 B) of them, if no group was ever accepted. So many failures are one, too."""
+    """The run ends after max(8, 2 B) rejections, if no group was accepted before."""
     state = make_stage(batch=batch, eta=10**6).state
     for task_id in range(limit):
         state.enqueue(Prompt(task_id))
@@ -228,7 +231,8 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """A fetched group is in no batch, is fetched once, and leaves its place to another."""
+    """A fetched group is in no batch, cannot be fetched again, and leaves its place to another
+    group."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
@@ -245,7 +249,8 @@ def test_wait_for_one_task(make_stage):
 
 
 def test_fail_reaches_a_waiting_caller(make_stage, background):
-    """A failure from outside ends the trainer's wait, and every later call. The first one stays."""
+    """A failure from outside ends the trainer's wait, and every later call raises it. A second
+    failure does not replace the first."""
     stage = make_stage()
     stage.submit(0)
     waiting = background(stage.take, 1, None)
@@ -295,7 +300,7 @@ def test_a_broken_listener_ends_the_run(make_stage):
 
 
 class Panic(BaseException):
-    """Libraries written in Rust raise what is no Exception."""
+    """Libraries written in Rust may raise exceptions that are not subclasses of Exception."""
 
 
 @pytest.mark.parametrize(
@@ -322,8 +327,8 @@ def test_whatever_an_episode_raises_is_its_own_failure(make_stage, error):
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
-    """Running episodes clean up, nothing starts in their place, and the thread ends. So it does if
-    tasks that an agent has made exit."""
+    """Running episodes clean up, nothing starts in their place, and the thread ends. The thread
+    ends even if tasks that an agent has made call sys.exit."""
 
     async def exits(seconds: float) -> None:
         try:

@@ -122,8 +122,8 @@ def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make, accept
 
 
 def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
-    """Its group is accepted without it. gconfig.n_samples is the size of a group, unless the call
-    says another."""
+    """The group is accepted without the failed member. Here gconfig.n_samples is the size of a
+    group."""
 
     def fail(engine: Any, data: dict, traj: dict) -> None:
         if workflow_context.get().sample_idx == 1:
@@ -136,7 +136,8 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 
 def test_a_dataloader_has_samples_and_the_batch_that_the_gate_counts(make: Make) -> None:
-    """Anything else is an error, and no endless search for a sample."""
+    """A dataloader of another batch size is an error. So is an empty one, in which the executor
+    would search for a sample for ever."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="the dataloader is empty"):
@@ -169,7 +170,7 @@ def test_a_restart_skips_no_prompt_and_repeats_none(make: Make) -> None:
 
 
 def test_submit_and_wait(make: Make) -> None:
-    """They are the engine's methods, too."""
+    """Both are also methods of the engine."""
     executor = make(batch=8)
     engine, workflow = executor.engine, Echo(rejects=(1,))
     ids = [engine.submit(sample, workflow) for sample in SAMPLES]
@@ -189,7 +190,8 @@ def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
 
 
 def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make) -> None:
-    """It passes by the gate, one episode per sample, after any number of failures."""
+    """An evaluation bypasses the gate, runs one episode per sample, and continues after any number
+    of failures."""
     evaluated: list[Any] = []
     look = lambda *args: evaluated.append(workflow_context.get()[:3])  # noqa: E731
     executor, heard = make(gconfig=GenerationHyperparameters(n_samples=4)), list[Any]()
@@ -221,7 +223,8 @@ class OneIsSlow(Echo):
 
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
-    """The rule mask leaves its old tokens out of the loss; drop drops the group."""
+    """With mask, the old tokens of the slow group are left out of the loss. With drop, the group is
+    dropped."""
     executor = make(config={"stale": stale}, eta=1)
     data, slow = loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
@@ -244,7 +247,8 @@ async def pays(*texts: Any, **data: Any) -> float:
 
 
 def test_every_group_is_dumped(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The folder is the newest version of the group (Rollout Workflow, "Trajectory Dumping")."""
+    """The folder is named after the newest version in the group (Rollout Workflow, "Trajectory
+    Dumping")."""
 
     def answer(request: Any) -> str:
         if request.call == "0-1.0":  # the second member of task 0 comes after an update

@@ -1,5 +1,5 @@
-"""An agent's episode: what it may return, with the same result inline and in a process, which it
-leaves behind only for the next one."""
+"""What an agent may return, and how its episode ends. The result is the same inline and in a
+process, and a process serves the next episode only after a success."""
 
 import asyncio
 import os
@@ -80,7 +80,8 @@ class Asks:
 
 
 def test_an_agent_may_return_a_number(run_agent: Run) -> None:
-    """It is the last completion's reward; the one before has turn_discount times as much."""
+    """The number is the reward of the last completion. An earlier completion gets turn_discount
+    times the reward of the next one."""
     agent = Asks(lambda ids: np.float32(1), turns=3)
     [group], _ = run_agent(agent, turn_discount=0.5, export_style="individual")
     assert group["rewards"].tolist() == [0.25, 0.5, 1.0]
@@ -94,7 +95,8 @@ def test_an_agent_may_return_a_number(run_agent: Run) -> None:
 
 
 def test_an_agent_may_close_its_client(run_agent: Run) -> None:
-    """All agents share one HTTP client of the SDK's own class, which ends with the executor."""
+    """All agents share one HTTP client of the SDK's own class. It is closed only when the executor
+    ends."""
     clients = []
 
     class Closes(Asks):
@@ -136,7 +138,8 @@ def test_a_dict_rewards_the_completions_it_names(run_agent: Run) -> None:
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Run) -> None:
-    """Nothing: the episode is rejected. A reward of 0: it is accepted."""
+    """If the agent has set no reward, the episode is rejected. If it has set a reward of 0, the
+    episode is accepted."""
     assert run_agent(Asks(lambda ids: None)) == ([None], RolloutStat(rejected=1))
 
     class SetsItself(Asks):
@@ -207,7 +210,7 @@ async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
 def test_clients_made_without_arguments_find_the_session(
     run_agent: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They read its URL and key from the environment, and pass by an HTTP proxy."""
+    """They read the session's URL and key from the environment, and bypass an HTTP proxy."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "somebody's own")
@@ -304,7 +307,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
 async def test_a_worker_gets_no_key_of_the_run_and_runs_no_code_in_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets the user's other keys, and its results are no pickles."""
+    """It gets the user's other keys. Its results are not unpickled in the trainer."""
     monkeypatch.setenv("POCKET_AREAL_SERVER_KEY", "secret")
     monkeypatch.setenv("MY_TOOLS_KEY", "the agent's")
     async with aclosing(WorkerPool(1)) as pool:

@@ -64,7 +64,8 @@ def fifo(tmp_path: Path) -> str:
 
 
 async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> None:
-    """What it prints is no result, and a column of the data may have any name."""
+    """What the function prints does not mix with its result, and a column of the data may have any
+    name."""
     equals = AsyncRewardWrapper(rewards.equals)
     assert await equals("2+2?", "4", [1], [2], answer="4", extra=None) == 1.0
     assert await AsyncRewardWrapper(rewards.process_id)() != os.getpid()
@@ -105,7 +106,8 @@ def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: P
 
 
 async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
-    """It may hold network connections. Its time limit holds, too."""
+    """It stays in the trainer's process, because it may hold network connections. Its time limit
+    holds there, too."""
 
     async def judge(prompt: str) -> int:
         return os.getpid()
@@ -143,7 +145,8 @@ if __name__ == "__main__":
 def test_a_worker_does_not_outlive_a_killed_trainer(
     rewards: ModuleType, tmp_path: Path, fifo: str, busy: str
 ) -> None:
-    """kill -9 of the trainer ends it, even while it computes, and what it has started."""
+    """After kill -9 of the trainer, the worker ends even while it computes, and so do the processes
+    that it has started."""
     words, env = command(rewards, tmp_path / "trainer.py", TRAINER, fifo, busy)
     with subprocess.Popen(words, env=env, stderr=subprocess.DEVNULL) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"

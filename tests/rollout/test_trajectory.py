@@ -28,7 +28,8 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """The example of AReaL's Rollout Workflow. Its prompt has version 0, and here -1."""
+    """The example of AReaL's page "Rollout Workflow". There the prompt has version 0. In this
+    project it has -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -73,8 +74,8 @@ def test_the_documents_example_passes_the_check_and_is_completed() -> None:
 
 
 def test_complete_keeps_what_the_workflow_said() -> None:
-    """It changes no key that the workflow set, and keeps the user's own. Unknown versions are those
-    of the episode's start, so the age is never underestimated."""
+    """`complete` changes no key that the workflow set, and keeps the user's own keys. Sampled
+    tokens without a version get that of the episode's start, so the age is never underestimated."""
     given = documented() | {
         "turn_ids": ints([-1, -1, 0, 1, 1]),
         "turn_rewards": torch.tensor([[0.0, 0.0, 0.9, 1.0, 1.0]]),
@@ -98,7 +99,8 @@ def test_two_required_keys_are_enough_and_train_nothing() -> None:
 
 
 def test_the_age_of_a_group_is_that_of_its_trained_tokens() -> None:
-    """The prompt's do not count, nor those of sampled tokens that are not trained."""
+    """Versions of the prompt do not count, and neither do those of sampled tokens that are not
+    trained."""
     assert head_version(documented()) == 1
     traj = complete(two_turns(), task_id=0)
     assert head_version(traj) == 3
@@ -139,7 +141,7 @@ def test_prompt_len_ends_at_the_first_generated_token(tmp_path: Path) -> None:
 
 
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
-    """-1 for versions and turns, 1 for temperatures, 0 for masks."""
+    """The padding is -1 in versions and turn ids, 1 in temperatures, and 0 in masks."""
     short, long = complete(documented(), task_id=1), complete(two_turns(), task_id=2)
     both = concat_padded_tensors([short, long])
     assert both["input_ids"].shape == (2, 7)
@@ -170,7 +172,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
 
 
 def test_concat_names_the_keys_that_differ() -> None:
-    """Such trajectories do not fit together."""
+    """Trajectories with different keys do not fit together."""
     odd = two_turns() | {"hint": torch.zeros(1)}
     with pytest.raises(ValueError, match="hint"):
         concat_padded_tensors([documented(), odd])

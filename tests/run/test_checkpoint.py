@@ -1,5 +1,5 @@
-"""A run that is killed goes on from its last checkpoint: each step once, no prompt skipped, none
-trained twice."""
+"""A run that is killed goes on from its last checkpoint. Each step is recorded once, no prompt is
+skipped, and none is trained twice."""
 
 import os
 import re
@@ -78,8 +78,8 @@ def flip(path: Path) -> None:
 def test_a_damaged_checkpoint_means_the_one_before(
     ranks: None, tmp_path: Path, name: str, damage: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line names the file. The run then writes the damaged checkpoint anew. If none is whole,
-    the user decides."""
+    """One line names the file. The run then writes the damaged checkpoint anew. If no checkpoint is
+    whole, an error asks the user to decide."""
     for step in (9, 10):
         save(tmp_path, step)
     recover = tmp_path / "recover"

@@ -43,7 +43,7 @@ def config_of(*words: str) -> TrainConfig:
     ],
 )
 def test_what_cannot_run_is_one_line(words: list[str], says: str) -> None:
-    """The line names the key, and what to write instead."""
+    """The line says what is wrong. For a misspelt key it also says which key may be meant."""
     with pytest.raises(ConfigError, match=rf"^.*{re.escape(says)}.*\Z"):
         load(words)
 
@@ -55,7 +55,7 @@ def test_a_run_works_on_a_copy() -> None:
 
 
 def test_at_most_90_keys_each_with_a_meaning() -> None:
-    """A key that no module reads would be a lie."""
+    """Every key has a description, and some module reads it."""
     keys = list(list_keys(TrainConfig()))
     assert len(keys) <= 90
     assert [name for name, _, declared in keys if not declared.description] == []
@@ -102,7 +102,7 @@ def test_later_words_win(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["- max_steps: 3\n", "actor: [", "\x00"])
 def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str) -> None:
-    """The line begins with the recipe's path."""
+    """The line names the recipe."""
     recipe = tmp_path / "own.yaml"
     recipe.write_text(text)
     with pytest.raises(ConfigError, match=r"^.*own\.yaml: .*\Z"):

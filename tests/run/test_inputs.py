@@ -67,7 +67,7 @@ def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None
 def test_what_cannot_be_loaded_is_one_line(
     tmp_path: Path, tiny_model_dir: Path, line: str, words: list[str], says: str
 ) -> None:
-    """The line begins with the key."""
+    """The error is one line, which says what is wrong."""
     data = tmp_path / "mine.jsonl"
     data.write_text(line, errors="surrogateescape")
     given = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]

@@ -36,8 +36,9 @@ def child_of(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(child_of: Start, monkeypatch) -> None:
-    """A server of several processes would wait for torchrun's store. To compile kernels, SGLang
-    runs the ninja that pip has put beside python."""
+    """With these variables, a server of several processes would wait for torchrun's store. PATH
+    begins with python's folder, because SGLang compiles kernels with the ninja that pip has put
+    there."""
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     words = ["-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
     shown = subprocess.run([sys.executable, *words, show], capture_output=True, text=True)
@@ -56,7 +57,9 @@ def test_a_child_does_not_inherit_torchruns_variables(child_of: Start, monkeypat
 
 
 def test_a_child_reaches_this_machine_without_the_http_proxy(child_of: Start, monkeypatch) -> None:
-    """SGLang sends its first request to itself. Its memory saver refuses expandable segments."""
+    """SGLang sends its first request to itself, so it would not start with HTTP_PROXY set. The
+    allocator's settings are not inherited, because SGLang's memory saver refuses expandable
+    segments."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "intern")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -70,7 +73,8 @@ def test_a_child_reaches_this_machine_without_the_http_proxy(child_of: Start, mo
 
 
 def test_a_process_that_ends_early_is_told(child_of: Start) -> None:
-    """The error has its exit code and its last lines, before and after it was ready."""
+    """The error has the exit code and the last lines of the process, also if the process ends while
+    the run watches it."""
     child, deaths = child_of("print('no memory'); raise SystemExit(3)"), Queue[ProcessDied]()
     with pytest.raises(ProcessDied, match="server-0 ended with code 3"):
         child.wait_ready()

@@ -76,7 +76,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run])
 
 
 def test_a_run_that_was_started_with_sigchld_ignored() -> None:
-    """Some shells and services do so. A run sees the exit codes of its children all the same."""
+    """Some shells and services start it so. The run sees the exit codes of its children all the
+    same."""
     run: Any = lambda *_, **__: subprocess.run([sys.executable, "-c", "exit(3)"])  # noqa: E731
     if not (child := os.fork()):  # this process keeps its handlers
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -93,7 +94,7 @@ def test_a_run_that_was_started_with_sigchld_ignored() -> None:
     ],
 )
 def test_help_and_mistakes_need_no_torch(tmp_path: Path, words: list, code: int, says: str) -> None:
-    """They are said in half a second, not in five."""
+    """They are printed in half a second. With the import of torch it would take five."""
     python = [sys.executable, "-X", "importtime", "train.py"]
     done = finish([*python, *words, f"fileroot={tmp_path}"], code)
     assert (done.stdout if code == 0 else done.stderr.splitlines()[-1]).startswith(says)

@@ -79,8 +79,9 @@ def is_right(completion, answer):
 async def test_an_answer_that_computes_for_ever_stops_no_loop(
     start: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process checks it, as math-verify does with 9^{9^{9^{9}}}: for minutes, and without letting
-    another thread run. The loop's clock ends the episode, so the loop has turned meanwhile."""
+    """With the answer 9^{9^{9^{9}}}, math-verify computes for minutes, and lets no other thread
+    run. So a process checks the answers. Here the loop's clock ends the episode, which shows that
+    the loop was not blocked."""
     (tmp_path / "check_by_value.py").write_text(CHECK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(gsm8k, "is_right", importlib.import_module("check_by_value").is_right)
@@ -100,7 +101,7 @@ def train(tmp_path: Path, model: Path, *words: str) -> list[dict]:
 
 @pytest.mark.runs
 def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Three groups of two answers a step. The base model and the trained one answer all twelve
+    """A step has three groups of two answers. The base model and the trained one answer all twelve
     problems twice, from the same prompts."""
     evaluated = ["eval_gconfig.n_samples=2", "callbacks=[extras.before_after.BeforeAfter]"]
     metrics = train(tmp_path, tiny_model_dir, *evaluated)

@@ -96,7 +96,8 @@ def test_compute_logp_reads_no_prompt_through_the_last_layer(make_actor, layout)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name, layout):
-    """No family gets wrong numbers without an error. What a GPU cannot pack, it pads."""
+    """No family gets wrong numbers without an error. On a GPU, a family that cannot be packed is
+    padded."""
     path, batch = make_family(tmp_path, name), make_batch()
     if name in NEVER or (layout == "tree" and name not in PLAIN):
         with pytest.raises(ValueError, match=r"not support|cannot be trained"):
@@ -137,8 +138,9 @@ ROWS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, ma
 
 @given(ROWS, st.integers(1, 8), st.integers(1, 300))
 def test_cutting_loses_no_row_and_balances_tokens(pairs, n, mb_tokens):
-    """Every row is in one mini-batch and in one piece, and no piece has too many tokens. A group is
-    in one mini-batch. Mini-batches get as many groups, ranks as many tokens, but for one."""
+    """Every row is in one mini-batch and in one piece, and every group is in one mini-batch. Only a
+    piece of a single row may exceed mb_tokens. Mini-batches differ by at most one group, and ranks
+    by at most the tokens of the longest row."""
     lengths, groups = map(torch.tensor, zip(*pairs, strict=True))
     real = torch.arange(max(lengths)) < lengths[:, None]
     batch = dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), real.int())
@@ -211,7 +213,7 @@ def test_a_checkpointed_layer_runs_again_and_drops_nothing_out(make_actor, tmp_p
 
 
 def test_a_loss_that_is_not_a_number_stops_before_the_weights(make_actor):
-    """A NaN at a trained token names the step, and leaves the weights alone."""
+    """A NaN at a trained token is an error that names the step, and the weights do not change."""
     actor = make_actor()
     batch, before = prepare(actor, make_batch()), parameters(actor)
     batch["logprobs"][0, 4] = NAN
@@ -253,7 +255,7 @@ def test_half_precision_trains_float32_weights(make_actor):
 
 
 def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
-    """recompute_logprob takes it from a forward pass; without, the server's is taken."""
+    """With recompute_logprob, a forward pass gives log pi_old. Without it, the server does."""
     fractions = {}
     for recompute in (True, False):
         actor = make_actor(use_decoupled_loss=False, recompute_logprob=recompute)
@@ -289,7 +291,8 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """The weights are those of recompute, bit by bit; six errors of three guesses are logged."""
+    """The weights are those of recompute, bit by bit. For each of three guesses, six errors are
+    logged."""
     one, other = make_actor(), make_actor(prox_logp_method="metrics")
     a, b = (actor.ppo_update(stale(actor)) for actor in (one, other))
     assert all(torch.equal(parameters(one)[name], p) for name, p in parameters(other).items())
@@ -412,8 +415,8 @@ def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
 
 @pytest.mark.parametrize("name", ["entropy", "rewarded"])
 def test_steps_raise_what_the_objective_asks_for(make_actor, name):
-    """Entropy grows with entropy_coeff where nothing is rewarded. Where tokens are, they get
-    likelier than the others."""
+    """With entropy_coeff and without rewards, the entropy grows. With rewards, the rewarded tokens
+    become likelier than the others."""
     actor, found = make_actor(entropy_coeff=float(name == "entropy")), []
     for _ in range(4):
         batch = make_batch()
@@ -427,7 +430,7 @@ def test_steps_raise_what_the_objective_asks_for(make_actor, name):
 
 @pytest.mark.parametrize("limit", [0.01, 0.0])
 def test_gradients_are_clipped_to_their_norm(make_actor, limit):
-    """0 is no limit, and the metric grad_norm is the norm before."""
+    """A limit of 0 means no limit. The metric grad_norm is the norm before the clip."""
     actor = make_actor(optimizer=OptimizerConfig(lr=1e-3, gradient_clipping=limit))
     stats = actor.ppo_update(prepare(actor, make_batch()))
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor).values()))
@@ -460,8 +463,8 @@ def test_the_layers_that_learn_get_the_gradients_that_they_always_get(make_actor
 
 
 def test_only_what_learns_is_pushed_and_kept(make_actor, tmp_path):
-    """The first push is whole, because the servers may have had other weights; so are models for
-    others. A checkpoint has only what learns."""
+    """The first push has all weights, because the servers may have had others. A saved model has
+    all weights, too. Later pushes and checkpoints have only the weights that learn."""
     actor, again = (make_actor(frozen_layers=1) for _ in range(2))
     actor.connect_engine(SimpleNamespace(update_weights=lambda *_: None), None)
     actor.ppo_update(prepare(actor, make_batch()))

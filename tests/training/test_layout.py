@@ -1,4 +1,5 @@
-"""One kernel computes the attention of a packed row. Here it is one for CPUs (cpu_kernel.py)."""
+"""One call of a kernel computes the attention of a packed row. These tests use a kernel for CPUs
+(cpu_kernel.py)."""
 
 from typing import Any
 
@@ -42,7 +43,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scaling: float) 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU's kernel takes no float32")
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_one_kernel_computes_what_the_rows_alone_give(calls: list[int], groups: int) -> None:
-    """Output and gradients, also where heads share keys."""
+    """Output and gradients are the same, also where heads share keys."""
     [piece] = cut_trees(make_batch((3, 1, 7)) | {"row": torch.arange(3)}, 100, shares=False)
     g = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 11, heads, 16, generator=g) for heads in (4, groups, groups)]

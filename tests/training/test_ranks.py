@@ -1,5 +1,5 @@
-"""Several ranks compute what one rank computes, send a model that none holds, and if one dies, all
-end.
+"""Several ranks compute what one rank computes, and send a model that no rank holds as a whole. If
+one rank dies, all end.
 
 torchrun starts them with gloo on this machine.
 """
@@ -61,8 +61,8 @@ def count_held(parameter: Any) -> int:
 
 
 def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
-    """Write the gradients of one update, the parameters after SGD_STEPS more, and how many numbers
-    of them each rank holds."""
+    """Write the gradients of one update and the parameters after SGD_STEPS more updates. Also write
+    how many numbers of the parameters each rank holds."""
     changes = {"enable_tree_training": False, "mb_tokens": 40} | changes
     actor = start_actor(model_dir, **changes)
     actor.optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.05)
@@ -188,7 +188,7 @@ def test_ranks_share_a_model_and_compute_what_one_computes(
     tmp_path: Path, n: int, program: str, tied: bool
 ) -> None:
     """Log-probabilities, gradients, parameters and metrics are those of one rank, also with trees
-    and frozen layers, and each number of a parameter is held by exactly one."""
+    and frozen layers. Each number of a parameter is held by exactly one rank."""
     model_dir, found = make_byte_model(tmp_path / "model", tied=tied), []
     for world in (1, n):
         (out := tmp_path / str(world)).mkdir()
@@ -267,8 +267,8 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    """Only rank 0 prints it, even if it is the last to find it: torchrun ends all ranks when one
-    has ended."""
+    """Only rank 0 prints it, even if rank 0 is the last to find it. The other ranks wait for rank
+    0, because torchrun ends all ranks when one has ended."""
     late = "import os, time; time.sleep(3 * (os.environ.get('RANK') == '0'))"
     (tmp_path / "sitecustomize.py").write_text(late)
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}

@@ -96,7 +96,8 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed, n, max_tokens, rng) -> N
 
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
-    """Four groups of 8 rows share 200 of 250 tokens: 3,200 tokens in trees, 8,000 in AReaL's."""
+    """In four groups of 8 rows, a group's rows share 200 of their 250 tokens. The trees have at
+    most 3,200 tokens together. AReaL's have 8,000."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]

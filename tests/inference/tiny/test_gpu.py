@@ -1,5 +1,5 @@
-"""The small server on a GPU draws the tokens that it draws on a CPU, and waits once a step. On a
-machine without a GPU, tests/fake_gpu.py stands in for it."""
+"""The small server on a GPU draws the tokens that it draws on a CPU, and waits for the GPU once per
+step. On a machine without a GPU, tests/fake_gpu.py stands in."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -41,7 +41,8 @@ def play(model: Model, other: Path, gpu: FakeGPU | None = None) -> list[Sequence
             model.replace_weights(read_weights(str(other)))
             scheduler.retract()
             _ = gpu and gpu.count()
-    # Sent are the tokens, numbers to draw others, and for a penalty the counts; there is one wait.
+    # A step sends the tokens, random numbers to draw the next ones, and for a penalty the counts.
+    # It waits once.
     assert counted == ({(2, 1), (3, 1)} if gpu else {None})
     return [*group, *long, short]
 
@@ -49,7 +50,8 @@ def play(model: Model, other: Path, gpu: FakeGPU | None = None) -> list[Sequence
 def test_the_same_tokens_as_on_a_cpu(
     tiny_model_dir: Path, other_model_dir: Path, gpu: FakeGPU | None
 ) -> None:
-    """Whatever a step consists of, and whether its graph is there or has to be captured again."""
+    """The tokens are the same whatever a step consists of, and whether its graph is there or has to
+    be captured again."""
     expected = play(Model(str(tiny_model_dir), 4, 2048), other_model_dir)
     model = Model(str(tiny_model_dir), 4, 2048, device="cuda")
     assert model.graphs is not None
@@ -72,8 +74,9 @@ def test_bfloat16_adds_in_float32(tiny_model_dir: Path, gpu: FakeGPU | None) -> 
 
 
 def test_what_a_graph_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of the CPU stays as it was captured, and nothing is sent or awaited. So a step that
-    does this fails above."""
+    """In a replay, a Python number is what it was when the graph was captured. Sending to the GPU,
+    or waiting for it, is an error during a capture. So a step that does this fails in the test
+    above."""
     with FakeGPU(monkeypatch):
         graphs, x, factor = Graphs(), torch.ones(3), [2.0]
         for scale in (1, 5):

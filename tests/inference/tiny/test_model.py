@@ -113,7 +113,8 @@ def test_bfloat16_stays_near_float32(path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [1, 8])
 def test_keys_that_all_rows_share_are_attended_once(columns: int) -> None:
-    """Two parts of a softmax, merged by their sums, are the whole."""
+    """The attention to the shared keys and that to the other keys, merged by the sums of their
+    softmax, are the whole attention."""
     torch.manual_seed(0)
     q = torch.randn(5, columns, 6, 8)
     k, v = torch.randn(2, 5, 2, 90, 8)
@@ -126,8 +127,8 @@ def test_keys_that_all_rows_share_are_attended_once(columns: int) -> None:
 
 
 def test_a_shared_prefix_changes_no_logits(path: Path) -> None:
-    """In bfloat16 a step reads the first row's keys for all; in float32 bits count, and it does
-    not."""
+    """In bfloat16 a step reads the first row's keys for all rows. In float32 every row reads its
+    own keys, because bits must not change there."""
     rows = [[*[7 * j % 90 for j in range(100)], *prompt] for prompt in PROMPTS]
     cached, last = [len(row) - 1 for row in rows], [row[-1:] for row in rows]
     for dtype, exact in (("float32", True), ("bfloat16", False)):

@@ -51,7 +51,8 @@ def assert_as_alone(model: Model, *sequences: Sequence) -> None:
 
 
 def test_new_weights_compute_every_key_anew(tiny: Model, other_model_dir: Path) -> None:
-    """What an update interrupts goes on, and old keys serve neither it nor the next request."""
+    """A sequence that an update interrupts goes on. Neither this sequence nor the next request uses
+    keys of the old weights."""
     scheduler = Scheduler(tiny, "0", str)
     before, one, again = (sequence(str(new), PROMPT, new) for new in (2, 8, 4))
     scheduler.add(before, one)
@@ -103,8 +104,8 @@ def test_a_step_feeds_a_bounded_number_of_tokens(
 
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: Model) -> None:
-    """Alone, in a crowd or after a wait in the queue, it gets the same tokens and bits; and the
-    same tokens when it was aborted, and is sent again with its partial output."""
+    """Alone, in a crowd or after a wait in the queue, a seeded request gets the same tokens and
+    bits. If it was aborted, and is sent again with its partial output, it gets the same tokens."""
 
     def ask(before: int, after: int) -> Sequence:
         one = sequence("a", PROMPT, 24, seed=7)
@@ -134,8 +135,9 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: Model, monkeypatch: Any) -
 
 
 def test_a_group_computes_its_prompt_once(tiny: Model, monkeypatch: Any) -> None:
-    """The members wait for the first one's keys, and get a copy; another turn shares, too, while
-    its neighbours run. The bits are those of keys that each computes itself."""
+    """The members wait for the keys of the first one, and get a copy. A prompt that shares only its
+    beginning gets a copy of this part. The bits are those of keys that each member computes
+    itself."""
     prompts = [PROMPT * 10, PROMPT * 10, PROMPT * 10, PROMPT * 5 + [3, 4, 5]]
     group = [sequence(str(i), prompt, 9, seed=i) for i, prompt in enumerate(prompts)]
     fed = record_feeds(tiny, monkeypatch)
@@ -156,8 +158,9 @@ def test_a_long_prompt_does_not_stop_the_others(tiny: Model, monkeypatch: Any) -
 
 
 def test_a_session_does_not_hold_another(tiny_model_dir: Path) -> None:
-    """A session has long sequences in all slots, and more wait. Another one's call gets a slot at
-    once, even the only one; what it interrupts ends with the same bits."""
+    """One session has long sequences in all slots, and more of them wait. A call of another session
+    gets a slot at once, even if there is only one slot. The sequences that it interrupts end with
+    the same bits."""
     tiny = Model(str(tiny_model_dir), slots=6, tokens=1024)
     for words in (20, 600):  # 630 tokens need the whole cache
         ask = [sequence(f"a/{i}", [i, *PROMPT] * (words // 20), 40, seed=i) for i in range(9)]
@@ -187,8 +190,9 @@ def test_nobody_is_overtaken_for_ever(tiny_model_dir: Path, words: int, new: Any
 
 
 def test_the_cache_is_as_large_as_was_planned(tiny_model_dir: Path) -> None:
-    """Slots become longer and fewer while sequences grow. Those that fit no more wait, and go on
-    with the same bits; a request larger than the cache is none that the server takes."""
+    """Slots become longer and fewer while sequences grow. Sequences that no longer fit wait, and
+    later go on with the same bits. The cache keeps its size, which is also the limit of a
+    request."""
     tiny = Model(str(tiny_model_dir), slots=6, tokens=512)
     size, requests = tiny.cache.shape, [sequence(str(i), [i] * 30, 200, seed=i) for i in range(6)]
     scheduler = Scheduler(tiny, "0", str)
@@ -219,7 +223,8 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
 def test_samples_follow_the_distribution_that_was_asked_for(
     change: dict[str, Any], kept: int
 ) -> None:
-    """Over many seeds: softmax(logits / T) after top_k and top_p; logprobs are from before."""
+    """Over many seeds, the tokens follow softmax(logits / T) after top_k and top_p. The
+    log-probabilities are those before top_k and top_p."""
     logits, n = torch.tensor([2.0, 1.0, 0.0, -1.0]), 4000
     asked = [sequence("a", [], 1, seed=i, **change) for i in range(n)]
     tokens, logprobs = sample(logits.repeat(n, 1), asked)
@@ -364,7 +369,8 @@ TEXT = st.text(st.sampled_from("ab終🎉é") | ANY)
 def test_a_stop_string_ends_the_text_where_it_is_complete(
     tiny_tokenizer: Any, before: str, stops: list[str], after: str
 ) -> None:
-    """The text ends at the token that completes it, even inside a split character."""
+    """The text ends at the token that completes the stop string, even if a character has several
+    tokens."""
     text = before + stops[0] + after
     left, model = iter(tiny_tokenizer.encode(text)), SimpleNamespace(chunk=99, eos=(), shares=False)
     model.fit = model.resize = lambda longest: (9999, 1)
@@ -387,7 +393,7 @@ def post(url: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response
 
 
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """Only health checks need no key. The engine sends it with every request."""
+    """Only health checks need no key. The engine sends its key with every request."""
     url = start_tiny_server("--api-key", "secret")
     for name in ("generate", "pause_generation", "update_weight_version"):
         body, wrong = {"new_version": "999"}, {"authorization": "Bearer guess"}
@@ -448,7 +454,7 @@ def test_bad_weights_change_nothing(tiny_server: str, tiny_model_dir: Path, tmp_
 
 
 def test_ctrl_c_ends_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A running request does not delay the end, and no traceback is printed."""
+    """A running request does not delay the end, and causes no RuntimeError."""
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
     long, log = {"max_new_tokens": 2000, "ignore_eos": True}, tmp_path / "server.log"
     with ThreadPoolExecutor() as pool, server_process(*command, log=log) as (url, process):
