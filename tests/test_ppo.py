@@ -118,13 +118,13 @@ def test_a_token_that_two_policies_exclude_gives_no_nan(theta, prox, behav):
     assert all(value.isfinite() for value in stats.values())
 
 
-def test_a_clip_of_0_bounds_the_ratio_at_1():
-    """A bound of 0 does not switch the clip off."""
-    theta, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)
+@pytest.mark.parametrize("low", [0.0, 0.2])
+def test_a_clip_of_0_bounds_the_ratio_at_1(low):
+    """A bound of 0 neither switches the clip off, nor stands for the other bound."""
+    new, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)
     A = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    keys: Any = {"eps_clip": 0.0, "eps_clip_higher": 0.0}
-    loss, stats = ppo_actor_loss_fn(theta, old, old, A, torch.ones(4), **keys)
-    assert loss.item() == pytest.approx(-(1 + math.exp(-0.5) - math.exp(0.5) - 1) / 4)
+    loss, stats = ppo_actor_loss_fn(new, old, old, A, old == 0, eps_clip=low, eps_clip_higher=0.0)
+    assert loss.item() == pytest.approx(-(1 + math.exp(-0.5) - math.exp(0.5) - (1 - low)) / 4)
     assert stats["clip_frac"].item() == 0.5
 
 
