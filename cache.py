@@ -1,7 +1,7 @@
 """The calls of one session form a tree, which yields rewards and training rows.
 
 An **interaction** is one call of an agent: the messages that it sent and the tokens of the answer.
-The agent sends the whole conversation with every call, so later calls begin with earlier ones:
+The agent sends the whole conversation with every call, so a later call begins with earlier ones:
 
     system - user - [A] assistant -+- user  - [B] assistant
                                    +- user' - [C] assistant
@@ -20,15 +20,16 @@ calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else
 and which calls are side conversations (such as requests for a title), which get no reward.
 
 **Rows.** In a row, a call is a **turn**. Style "individual" makes a row for each turn. Style
-"concat" makes one for each leaf, with the turns that led to it:
+"concat" makes a row for each leaf, from the leaf and the turns that led to it:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
     versions    -1 -1 -1  3  3 -1 -1  4  4  4
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
-A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. A sampled
-token is trained once, even if leaves share it. It gets its own turn's final reward.
+A turn joins its parent's row only if its prompt begins with exactly the tokens of the parent's
+prompt and answer. A sampled token is trained once, even if several leaves share it. It gets the
+final reward of its own turn.
 """
 
 import copy
@@ -43,14 +44,14 @@ from calls.messages import Message, canonical
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
-# what an export copies
+# the fields that an export copies
 EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
 LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
 
 
 def finite(reward: Any, what: str = "reward") -> float:
-    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for NaN, a
-    number that is too large, and anything else."""
+    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for NaN, for
+    a number that is too large, and for anything that is no number."""
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
@@ -91,8 +92,8 @@ class InteractionWithTokenLogpReward:
     digest: int = 0  # of all messages
     # the calls whose answers it has read: its parent, and what a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    # set by a session: the first message's digest, the digests that begin no side conversation, and
-    # the calls that the header x-pocket-areal-reads names
+    # set by a session: the digest of the first message, those of all first messages that begin no
+    # side conversation, and the calls that the header x-pocket-areal-reads names
     first_digest: int = 0
     agent_digests: set[int] = field(default_factory=set)
     named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
@@ -169,7 +170,7 @@ Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
 
 def extend(digest: int, message: Message) -> int:
     """Add `message` to a conversation's digest, which begins as 0. Python's hash has 64 bits, so
-    collisions are unlikely, and its random key lets nobody construct one."""
+    collisions are unlikely. Its key is random, so nobody can construct a collision."""
     return hash((digest, canonical(message)))
 
 
@@ -179,7 +180,7 @@ class InteractionCache(dict[str, Interaction]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._conversations: dict[int, Interaction] = {}  # digest of the conversation -> the newest
+        self._conversations: dict[int, Interaction] = {}  # conversation's digest -> newest call
         self._discounted = False
 
     def enter(self, call: Interaction) -> Interaction:
@@ -208,7 +209,7 @@ class InteractionCache(dict[str, Interaction]):
         return parent, digest
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
-        """Store a call's tokens and output. Now it can be continued, rewarded and exported."""
+        """Store a call's answer. Now the call can be continued, rewarded and exported."""
         call.model_response = response
         call.output_message_list = [output]
         self._conversations[extend(call.digest, output)] = call
@@ -224,8 +225,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return the finished call with this id. None means the latest outside of side
-        conversations. Raises Refusal if no call fits."""
+        """Return the finished call with this id. None means the latest call that is no side
+        conversation. Raises Refusal if no call fits."""
         latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
@@ -244,14 +245,14 @@ class InteractionCache(dict[str, Interaction]):
     def apply_reward_discount(
         self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
     ) -> None:
-        """Replace every reward r(i) by the final R(i). A call passes R to its parent. The calls in
-        `leads`, which lead to a reward, pass R to all that they read. Raises RuntimeError the
-        second time."""
+        """Replace every reward r(i) by the final R(i). A call passes its R to its parent. The calls
+        in `leads`, which lead to a reward, pass R to all calls that they read. Raises RuntimeError
+        the second time."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = check_discount(turn_discount)
         self._discounted = True
-        below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the calls that read it
+        below: defaultdict[Any, list[float]] = defaultdict(list)  # call -> R of its readers
         for call in reversed(self.finished()):  # a call began after those that it reads
             if call.is_left_out:
                 continue
@@ -273,8 +274,8 @@ class InteractionCache(dict[str, Interaction]):
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return one row for each leaf, a copy of the leaf. If rows share a turn, the first row trains
-    it. To find `row.parent`, take the first turn that the row trains: the row that trains this
-    turn's parent is `row.parent`."""
+    it. Take the parent of the first turn that a row trains. The row that trains this parent becomes
+    `row.parent`."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
@@ -315,7 +316,7 @@ def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
     """Return the row of a conversation, as in the table of rollout/trajectory.py.
 
     `turns` are pairs (turn, whether this row trains it). Side conversations without a reward, and
-    turns whose sampling the trainer cannot reproduce, are only context.
+    turns whose sampling the trainer cannot reproduce, are in the row but left out of the loss.
     """
     leaf = turns[-1][0]
     last = leaf.tokens

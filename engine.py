@@ -2,8 +2,8 @@
 
 The servers generate while the trainer works. When the trainer has new weights, thousands of
 completions are unfinished. Waiting for the longest completion would leave GPUs idle. Discarding the
-unfinished ones would waste work and favour short answers. So they go on (a **partial rollout**). A
-completion keeps its tokens, and the new weights compute the next ones. Every token carries the
+unfinished ones would waste work and favour short answers. So an unfinished completion keeps its
+tokens, and the new weights compute the next ones (a **partial rollout**). Every token carries the
 version of the weights that computed it:
 
     output_tokens     a     b     c     d     e     f
@@ -14,21 +14,21 @@ version of the weights that computed it:
 The pause mode says how an update interrupts the servers:
 
 - `retract` (default): a server keeps a request's tokens but drops their KV cache. After the update
-  it recomputes the cache and goes on. The engine sees one segment, with the version of each span of
-  tokens.
-- `abort`: the server returns what it has. The engine sends the prompt and these tokens again, and
-  the request waits at the server until the update is over.
+  it recomputes the cache and continues. The engine gets one segment, with the version of each span
+  of tokens.
+- `abort`: the server returns the tokens so far. The engine sends the prompt and these tokens again,
+  and the new request waits at the server until the update is over.
 
 **Versions come from the answer**, because the engine's own version may change while a request runs.
 SGLang before 0.5.19 reports only the version at the end of a segment. With such a server the pause
 mode becomes `abort`, so that each segment has one version.
 
-**Hooks** run before and after every segment. Replay uses them to record and repeat a run
-(extras/replay.py).
+**Hooks** run before and after every segment. extras/replay.py uses hooks to record and repeat a
+run.
 
 **Limits**: in mode `abort`, a stop string that spans two segments is not found, and a penalty
 counts only the current segment's tokens. **Failures**: if a server fails, the engine asks the next
-one, up to `request_retries` times.
+one, at most `request_retries` times per segment.
 """
 
 import asyncio
@@ -89,9 +89,9 @@ class RemoteInfEngine:
         # What changes during a run:
         self.servers = Servers(self.addresses, self.key, self.session)
         self.context_length: Any = math.inf  # limit of prompt plus completion
-        self.proxy: Any = None  # a ProxyAddress; the proxy hears of every version
-        # Starts the rollouts. rollout/executor.py sets it, and attaches submit, wait,
-        # rollout_batch and prepare_batch to this engine.
+        self.proxy: Any = None  # a ProxyAddress; `set_version` sends the proxy every version
+        # The dispatcher starts the rollouts. rollout/executor.py sets it, and attaches submit,
+        # wait, wait_for_task, rollout_batch and prepare_batch to this engine.
         self.dispatcher: Any = None
         self._version = 0
         self._paused = False
@@ -134,7 +134,7 @@ class RemoteInfEngine:
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Ask the group's preferred server for the next segment."""
+        """Ask for the next segment, first the group's preferred server, then the others."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -153,8 +153,8 @@ class RemoteInfEngine:
         """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # A server accepts each id once, so the id has a random suffix. It begins with the episode
-        # ("7-3" of call "7-3.1"), because the small server lets episodes take turns.
+        # The id begins with the episode ("7-3" of call "7-3.1"), because the small server lets
+        # episodes take turns. A random suffix follows, because a server accepts each id once.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)
@@ -196,12 +196,12 @@ class RemoteInfEngine:
     def take_over(self) -> None:
         """Reset servers that a killed run may have left paused, generating or in an update."""
         self.servers.post_all("/continue_generation", {})
-        with suppress(EngineError):  # no update is open
+        with suppress(EngineError):  # raised if no update is open
             self.servers.post_all("/end_weight_update", {})
         weights.label(self.servers.post_all, "0", abort=True)
 
     def pause(self) -> None:
-        """Pause rollouts and servers, so that the weights can change."""
+        """Start no more rollouts, and pause the servers, so that the weights can change."""
         if self.dispatcher is not None:
             self.dispatcher.pause()
         self._paused = True
@@ -226,7 +226,7 @@ class RemoteInfEngine:
         return self._version
 
     def resume(self) -> None:
-        """Let the servers go on, and start rollouts again."""
+        """Let the servers continue, and rollouts start again."""
         self.servers.post_all("/continue_generation", {})
         self._paused = False
         if self.dispatcher is not None:

@@ -16,7 +16,7 @@ With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1
 
 A token whose w exceeds `behave_imp_weight_cap` counts as 0 in the mean. This limits the variance,
 but biases the gradient. A clipped token has no gradient, but the gradients of other tokens can
-still move its u. For A < 0 the term u A has no lower bound; with `c_clip` (dual clip) it is at
+still move its u. For A < 0 the minimum in J has no lower bound. With `c_clip` (dual clip) it is at
 least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
@@ -62,10 +62,11 @@ def ppo_actor_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss -J and its metrics. All tensors have the same shape, (B, T) or flat.
 
-    `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
-    passes its one old policy for the last two. Values outside `loss_mask` are ignored, even NaN.
-    `denominator` is the mini-batch's number of trained tokens, so the losses of its parts add up to
-    the mini-batch's loss. Only other losses use `sequence_ids`, the row of each token.
+    `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. In standard
+    PPO both `prox_logp` and `old_logp` belong to the one old policy. Values outside `loss_mask` are
+    ignored, even NaN. `denominator` is the mini-batch's number of trained tokens, so the losses of
+    its pieces add up to the mini-batch's loss. Only other losses use `sequence_ids`, the row of
+    each token.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)

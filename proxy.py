@@ -4,10 +4,10 @@ An agent needs only the URL of its session. `/v1` may be left out. So may the se
 agent sends it as its API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)                let one more session start
-    POST /rl/start_session (admin)              {task_id}: start one with a grant; `sampling`:
-                                                defaults of this session
+    POST /rl/start_session (admin)              {task_id}: start a session, which uses up a grant;
+                                                `sampling`: defaults of this session
     POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer a call;
-                                                x-pocket-areal-reads names others that it reads
+                                                x-pocket-areal-reads names other calls that it reads
     GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
@@ -15,14 +15,14 @@ agent sends it as its API key. Paths marked (admin) need the admin key:
                                                 and forget the session
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
-How a call becomes a prompt, after the model has answered "hello" with "Hi!":
+The path of a second call, after the model has answered "hello" with "Hi!":
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
 1. calls/messages.py reads three messages and a temperature.
-2. calls/turn.py enters the call in the tree of cache.py, where the first turn is its parent. It
-   also keeps track of the clients that wait for the reply.
+2. calls/turn.py keeps track of the clients that wait for the reply. It enters the call in the tree
+   of cache.py, where the first turn is its parent.
 3. calls/prompts.py takes the tokens of the first turn as they were sampled, and renders only what
    follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
 4. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
@@ -30,8 +30,8 @@ How a call becomes a prompt, after the model has answered "hello" with "Hi!":
 
 An agent's parameters override its session's, which override the proxy's. If a turn used top_p or a
 penalty, training cannot reproduce its probabilities, so the loss leaves the turn out. The agent's
-mistakes get a 4xx status, but never 409 or 429, because SDKs retry those. 503 means that no server
-answers. A call during a weight update waits.
+mistakes get a 4xx status, but never 409 or 429, because SDKs retry those. 502 and 503 mean that the
+servers failed, even after retries. A call during a weight update waits.
 """
 
 import argparse
@@ -125,7 +125,7 @@ class Proxy:
 
     def session_of(self, request: Request) -> Session:
         """Return the session named by the path, or else by the API key."""
-        if "upgrade" in request.headers:  # the server would not read the body
+        if "upgrade" in request.headers:  # our web server would not read the body
             raise Refusal("Upgrade: only HTTP/1.1 is spoken here; in Java, Version.HTTP_1_1")
         session_id = request.path_params.get("session_id") or bearer(request)
         return self.find(session_id or request.headers.get("x-api-key"))
@@ -157,7 +157,7 @@ class Proxy:
         """Make the prompt of a call, generate, and read what the model wrote."""
         ask = turn.ask
         tools = [] if ask.tool_choice == "none" else ask.tools
-        # A thread tokenises what may be long, so that no other session waits.
+        # A thread tokenises a prompt that may be long, so that no other session waits.
         if turn.session.size > LONG:
             prompt = await asyncio.to_thread(self.prompts.prompt, turn.interaction)
         else:
@@ -170,7 +170,7 @@ class Proxy:
         turn.writer.input_len = len(prompt)
         request = self.model_request(turn, prompt)
         response = await self.engine.agenerate(request)
-        # Only a configured parser may look for marks that are special tokens.
+        # The text keeps special tokens for a configured parser, which may look for them as marks.
         tokens = response.output_tokens
         keep_special = self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, keep_special)
@@ -222,7 +222,7 @@ class Proxy:
         return rows
 
     def set_version(self, body: Json) -> Json:
-        """Set the trainer's version. Newer tokens are refused."""
+        """Set the trainer's version. Tokens of a newer version are refused."""
         if (version := get(body, "version", int, 0)) < 0:
             raise Refusal(f"version: {version} is less than 0")
         self.engine.set_version(version)

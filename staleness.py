@@ -13,26 +13,26 @@ group holds a place, and so does every group accepted since the run began:
                 accepted -> dropped, withdrawn   (give it back: too old, or fetched by id)
 
 The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
-consumed groups and at most B - 1 others hold places. So at least (eta + v + 1) B - v B - (B - 1) =
-eta B + 1 places are free.
+consumed groups hold places, and at most B - 1 others, because with B others the trainer would not
+wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
-would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, it reaches age 5. So
+would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group reaches age 5. So
 `rollout.stale` names the rule by which rollout/dispatcher.py chooses groups:
 
-- **wait**, the default, takes the groups that started first. *Proof:* in order of start, number the
-  groups that never give their places back. When group p starts, at version s, groups 1 to p hold
-  places, so p <= (eta + s + 1) B. Step ceil(p / B) takes it, at version ceil(p / B) - 1 <= eta + s.
-  Its tokens have versions >= s, which inference/servers.py checks. So its age is at most eta.
+- **wait**, the default, takes the groups that started first. *Proof* that no age exceeds eta:
+  number the groups that keep their places, in order of start. When group p starts, at version s,
+  groups 1 to p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes group p, at version
+  ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s, which inference/servers.py checks.
 - **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
-  with a lag above eta out of the loss, and drops a group that has no others. A token of the version
-  at which its group ends is never too old. *Proof:* number the groups in order of finish. When
-  group p ends, at version f, groups 1 to p hold places. So p <= (eta + f + 1) B, and a step takes
-  group p at version eta + f at the latest.
+  with a lag above eta out of the loss, and drops a group whose tokens are all that old. A token of
+  the version at which its group ends is never too old. *Proof:* number the groups in order of
+  finish. When group p ends, at version f, groups 1 to p hold places. So p <= (eta + f + 1) B, and a
+  step takes group p at version eta + f at the latest.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
-The bound holds if every step consumes B groups and versions never fall. Otherwise the age check
-raises StalenessError before a step trains on anything too old.
+The bound holds if every step consumes B groups and versions never fall. If not, a group may be too
+old. Then the age check raises StalenessError before a step trains on the group.
 """
 
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,7 @@ class RolloutStat:
     failed: int = 0  # rejected because they raised
     dropped: int = 0  # accepted, but too old for their step
     withdrawn: int = 0  # accepted, and fetched by wait_for_task
-    failed_members: int = 0  # episodes that raised; their groups went on without them
+    failed_members: int = 0  # episodes that raised; their groups finished without them
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class StalenessManager:
         """Return whether a group may be consumed now. `head_version` is None if no token is
         trained.
 
-        Raises StalenessError for a version that the trainer has not made.
+        Raises StalenessError if this version is newer than the policy's.
         """
         age = 0 if head_version is None else self.version_provider.get_version() - head_version
         if age < 0:
@@ -101,7 +101,7 @@ class StalenessManager:
         return age <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
-        """Raise StalenessError if a group of this version is too old to consume."""
+        """Raise StalenessError if a group with this head version is too old to consume."""
         if not self.is_fresh(head_version):
             raise StalenessError(
                 f"a group of version {head_version} is consumed at version"
@@ -116,7 +116,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Count a started group. get_capacity must be positive."""
+        """Count a started group. Call this only while get_capacity is positive."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:
@@ -136,8 +136,8 @@ class StalenessManager:
         self._stat.failed_members += count
 
     def on_version_recovered(self, version: int) -> None:
-        """Count the groups consumed before a restart. Without them the gate would admit too many
-        (AReaL #1388)."""
+        """Count the groups consumed before a restart. Otherwise the gate would admit too many
+        groups (AReaL #1388)."""
         self._stat.accepted = version * self.consumer_batch_size
 
     def _move(self, source: str, target: str) -> None:

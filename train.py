@@ -6,14 +6,14 @@
     python train.py mode=eval model_path=DIR           evaluate an agent, without training
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
-`start_rollout` makes the parts in the order in which data flows. `train_step` shows the batch and
-its shapes, the three policies, the update and the push of the weights. `run` (run/start.py) holds
-the configuration, inputs and processes, and the parts made here: engine, executor, actor and ref.
-`run.call(event, ...)` calls the method `event` of every callback, which observes the run (extras/).
-Your own script can call `PPOTrainer(config).train(workflow=MyAgent)`.
+`start_rollout` makes the parts that generate, in the order in which data flows. `train_step` shows
+the batch and its shapes, the three policies, the update and the push of the weights. `run`
+(run/start.py) holds the configuration, inputs and processes, and the parts made here: engine,
+executor, actor and ref. Callbacks observe the run (extras/): `run.call(event, ...)` calls each
+callback's method `event`. Your own script can call `PPOTrainer(config).train(workflow=MyAgent)`.
 
-The servers generate while the trainer trains. Here a batch has B = 2 prompt groups. With eta = 1
-(max_head_offpolicyness), a trained token is at most one version old:
+The servers generate while the trainer trains. In this example a batch has B = 2 prompt groups. With
+eta = 1 (max_head_offpolicyness), a trained token is at most one version old:
 
     trainer   wait | step 1: groups 1 2 | push v1 | step 2: groups 3 4 | push v2 | step 3: 5 6 ...
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
@@ -22,8 +22,8 @@ The servers generate while the trainer trains. Here a batch has B = 2 prompt gro
 Step 2 trains version 1 on groups that started at version 0, so the groups have age 1. With eta = 0
 the gate would admit groups 3 and 4 only after the push of version 1, so training would be
 synchronous. Versions count from 0 and steps from 1, so step s consumes a batch at version s - 1 and
-makes version s. A push interrupts running generations, which go on under the new weights. Every
-token keeps the version of the weights that computed it.
+makes version s. A push interrupts running generations, which then continue under the new weights.
+Every token keeps the version of the weights that computed it.
 
 Under torchrun all ranks train on the same batch and share the work (training/actor.py). Only rank 0
 runs rollouts.
@@ -91,7 +91,7 @@ def start_rollout(run: Run) -> None:
     gate = StalenessManager(engine, config.concurrent_groups, batch, eta)
 
     # 4. The executor runs the workflow or agent on each prompt that the gate admits. It gives the
-    #    engine AReaL's methods submit, wait, rollout_batch and prepare_batch.
+    #    engine AReaL's methods submit, wait, wait_for_task, rollout_batch and prepare_batch.
     run.executor = WorkflowExecutor(
         engine,
         rollout,
@@ -161,7 +161,7 @@ class PPOTrainer:
         if run.step or config.rollout.server_addrs:  # the servers have other weights
             self.push(run.step)
         else:
-            run.actor.written = 0  # from now on, pushes hold only what learns
+            run.actor.written = 0  # so that pushes hold only the weights that learn
         if run.rank == 0:
             run.record()
             self.log = Log(run)

@@ -14,13 +14,13 @@ base_url. The agent returns the reward of its last completion, or {completion id
 if it sent its rewards over HTTP. If no completion has a reward, the episode is rejected.
 
 **Where agents run.** In mode inline all episodes share one agent object, so `run` must keep an
-episode's state in local variables. They also share one event loop, so a blocking call (time.sleep,
-a synchronous client) delays every episode. In mode subproc each running episode has a process to
-itself. The agent may block there, but must be picklable.
+episode's state in local variables. All episodes also share one event loop, so a blocking call
+(time.sleep, a synchronous client) delays every episode. In mode subproc each running episode has a
+process to itself. The agent may block there, but must be picklable.
 
-**Groups.** The members of a group run at the same time, each with its own copy of the sample.
-Example: of four members, one raises, one returns None and two make a row each. The group has two
-rows. If all raise, the group raises.
+**Groups.** The members of a group run at the same time, each with its own copy of the sample. For
+example, if one of four members raises, one returns None and two make a row each, the group has two
+rows. If all members raise, the group raises.
 
 **Seeds.** A request's sampling seed depends only on the run's seed, the task, the member, and the
 number of the call in its session. A seed that the agent sends replaces the run's.
@@ -115,8 +115,8 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Return the row [1, L] of `turns`. Each turn's prompt begins with all earlier tokens. Every
-    turn gets `reward`."""
+    """Return the row [1, L] of `turns`. The prompt of a turn must begin with the prompt and answer
+    of the turn before. Every turn gets `reward`."""
     calls = [Interaction([], model_response=x, reward=reward, turn=k) for k, x in enumerate(turns)]
     calls[-1].row_turns = [(call, True) for call in calls]
     return calls[-1].to_tensor_dict()
@@ -162,8 +162,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward, with `reflection_message` between them.
 
     `max_turns` or a full context also ends the conversation. After k answers every turn gets the
-    reward of the last, times turn_discount^(k-1). (The key rollout.openai.turn_discount, for
-    agents, is another discount.)
+    reward of the last answer, times turn_discount^(k-1). (The key rollout.openai.turn_discount, for
+    agents, is a different discount.)
     """
 
     max_turns: int = 3
@@ -196,7 +196,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], None] = lambda count: None  # gets how many
+    on_failures: Callable[[int], None] = lambda count: None  # gets how many members raised
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -217,8 +217,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return concat_padded_tensors(episodes)
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> Any:
-        """Return a member's result or its exception. It returns even SystemExit, because raising it
-        would end the event loop."""
+        """Return a member's result or its exception. Even SystemExit is returned, because raising
+        it would end the event loop."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
@@ -290,8 +290,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         interactions = await client.export_interactions(
             self.discount, self.export_style, self.compaction
         )
-        # Side conversations, which have no reward, come first: the last row must have the
-        # episode's reward.
+        # Side conversations, which have no reward, come first, because run/evaluate.py takes the
+        # episode's reward from the last row.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 

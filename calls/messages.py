@@ -9,8 +9,8 @@ the tree read:
 
 **Three protocols.** A conversation is a list of items. An item is a message, whose content is a
 text or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or
-item becomes a small message, and the small messages of one reply are joined. Most other fields
-differ only in name. Reasoning is kept only in `reasoning_content`, where templates read it.
+item becomes a small message, and the small messages of one reply are joined. Reasoning is dropped,
+except `reasoning_content`, which templates may read. Most other fields differ only in name.
 
 **Equal messages.** When a client sends earlier replies again, it may write null for "", parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
@@ -21,7 +21,7 @@ begins a new conversation.
 **References.** An id may stand for the history (`previous_response_id`) or for an item
 (`item_reference`). `find` looks the id up in the session.
 
-**Parameters** listed in UNSUPPORTED are refused, unknown ones ignored. Images, files and unknown
+**Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
 blocks become a placeholder, because a refusal would stop all later calls, which repeat them.
 """
 
@@ -245,7 +245,7 @@ def _sampling(body: Json) -> Json:
         if value in (None, "", []):
             continue
         value = [value] if key == "stop" and isinstance(value, str) else value
-        value = -1 if key == "top_k" and value == 0 else value  # both turn it off
+        value = -1 if key == "top_k" and value == 0 else value  # both turn top_k off
         check_sampling({key: value}, name)
         sampling[key] = value
     return sampling
@@ -279,7 +279,7 @@ def _tools(body: Json) -> list[Json]:
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, "function") and "input_schema" not in raw:
             continue
-        given = as_object(raw.get("function", raw), where)  # chat completions wrap it
+        given = as_object(raw.get("function", raw), where)  # chat completions wrap the function
         if not (name := get(given, "name", str, where=where)):
             raise Refusal(f"{where}: a name is needed")
         function = {

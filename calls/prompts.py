@@ -13,10 +13,10 @@ We render the stub [user "x", assistant SENTINEL] and the new messages. The tail
 SENTINEL, without end marks that the output already has. The answer is not rendered again, so the
 template cannot strip its reasoning, and the whole conversation is one sequence to train on.
 
-This is right only if the tail depends on nothing but the new messages. `PromptBuilder` tests this
-with a user's message, and with a tool's result, which some templates write into the call. If the
-first test fails, every prompt is rendered whole. If only the second fails, prompts with new results
-are rendered whole. A turn with other tools than its parent is a new row, rendered whole.
+Such a prompt is right only if the tail depends on nothing but the new messages. `PromptBuilder`
+tests this with a user's message, and with a tool's result, which some templates write into the
+call. If the first test fails, every prompt is rendered whole. If only the second fails, so is every
+prompt with new results. A turn with other tools than its parent is rendered whole, as a new row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message instead of two. If no form works, the call is refused.
@@ -63,8 +63,8 @@ class PromptBuilder:
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
-        # whether the parent's tokens are kept if the new messages hold no result of a tool, and if
-        # they do
+        # whether the parent's tokens are kept: if the new messages hold no tool's result, and if
+        # they hold one
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
@@ -89,7 +89,7 @@ class PromptBuilder:
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
             if self.splices and (self.splices_results or not has_results):
-                with suppress(Refusal):  # after the stub, the template refuses or drops a text
+                with suppress(Refusal):  # the template refuses stub and `new`, or drops a text
                     return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(self._disarm(call.messages), variables))
 
@@ -148,7 +148,8 @@ class PromptBuilder:
 
     def _encode(self, text: str) -> list[int]:
         # Unless the tokenizer's settings were changed, we use its Rust part, which takes half the
-        # time for a short text. The fast form computes no offsets, and exists only for batches.
+        # time of `encode` for a short text. `encode_batch_fast` computes no offsets, and exists
+        # only for batches.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -217,8 +218,8 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
     """Raise Refusal unless the rendered prompt contains every text. A text may be escaped as JSON,
-    and its reasoning may be missing. Calls are not checked, because a small model's template writes
-    none."""
+    and an assistant's reasoning may be missing. Calls are not checked, because the template of
+    tasks/base_model.py writes none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages
@@ -243,9 +244,9 @@ def read_text(
     opening: str = "",
     keep_special: bool = False,
 ) -> str:
-    """Return an answer's text up to its end mark or the first stop string. It begins with
-    `opening`, which is in the prompt. Special tokens that calls/tools.py does not read are cut,
-    unless `keep_special` is set."""
+    """Return `opening`, which is in the prompt, and an answer's text up to its end mark or the
+    first stop string. Special tokens that calls/tools.py does not read are cut, unless
+    `keep_special` is set."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     special = {} if keep_special else special_tokens(tokenizer)

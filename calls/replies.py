@@ -1,17 +1,17 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
-rebuilds it. No text is streamed while the model writes. A stream begins with `opening`. Then
-`progress` is sent every few seconds, because clients time out if they get nothing or only comments.
-The columns show what `opening`, `progress` and `stream` send:
+rebuilds it. No text is streamed while the model writes. A stream begins with `opening`. Until the
+answer is complete, `progress` is sent every few seconds, because clients time out if they get
+nothing or only comments. The columns show what `opening`, `progress` and `stream` send:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
-All ids of a reply share a suffix <x>. In chatcmpl-<x> the calls are call_<x>_0 and so on. In
-resp_<x> they are fc_<x>_0 and so on, and the text is msg_<x>. Only chat completions show the
-model's reasoning; by default the vendors hide it in the other two protocols.
+All ids of a reply share a suffix <x>. In chatcmpl-<x> the ids of calls are call_<x>_0 and so on. In
+resp_<x> the items of calls are fc_<x>_0 and so on, and that of the text is msg_<x>. Only chat
+completions show the model's reasoning. By default the vendors hide it in the other two protocols.
 
 Clients are strict: role, index, usage and created_at must be present. No field may be null, except
 `content` beside tool calls. Anthropic's events need an `event:` line. Replies of the Responses
@@ -42,7 +42,7 @@ def error_body(error: Exception) -> Json:
 
 
 def split(message: Message) -> tuple[list[str], list[Json]]:
-    """Return an answer's texts and calls. Beside calls, an empty text is left out."""
+    """Return an answer's texts and calls. An empty text is left out if there are calls."""
     text, calls = message["content"], message.get("tool_calls", [])
     return [text] if text or not calls else [], calls
 

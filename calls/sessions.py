@@ -1,4 +1,4 @@
-"""A session is what the proxy keeps of an episode: its calls, and which answers each has read.
+"""A session is what the proxy keeps of an episode: its calls, and which answers each call has read.
 
     state      | meaning
     -----------+--------------------------------------------------------
@@ -11,13 +11,14 @@ memory and exports them in one reply, so we limit their size.
 
 **Links.** A call reads the answer that it continues (cache.py). But a summary may replace a long
 history, and a sub-agent may write a report for another agent. So a call also reads the answers that
-its new messages contain whole, and the calls that its header names (`Session._link`).
+its new messages contain whole, and the calls named in its header x-pocket-areal-reads
+(`Session._link`).
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
-Unless the agent rewards them by id, they get no reward and are not trained. Such a call has no
-tools, parent or child, and its first message matches SIDE. Of calls with the same first message,
-either all are side conversations or none is. If every call of a session looks like a side
-conversation, none counts as one.
+Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
+like a side conversation if it has no tools and no parent, and its first message matches SIDE. Of
+calls with the same first message, either all are side conversations or none is. So a call with a
+child is not one. If every call of a session looks like a side conversation, none counts as one.
 """
 
 import itertools
@@ -87,7 +88,7 @@ class Session:
         self._link(call)
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
-        """Complete a call, and keep what shows that a later call has read its answer."""
+        """Complete a call, and keep the text by which later calls show that they have read it."""
         self.cache.finish(call, response, output)
         self.leaves.pop(call.parent, None)
         if said := needle(output):
@@ -134,8 +135,8 @@ class Session:
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
         """Compute the final rewards. With `cut`, a call reads only what it continues or names. A
         call that leads to no reward counts in its parent's mean, but not in the means of the other
-        calls that it reads. So a client's own call that copies an answer costs that answer
-        nothing."""
+        calls that it reads. So a client's own call that copies an answer does not lower that
+        answer's reward."""
         check_discount(turn_discount)  # before anything changes
         finished = self.cache.finished()
         for call in finished if cut else ():
@@ -179,13 +180,13 @@ def needle(output: Message) -> str:
 
 def longest_run(said: str) -> str:
     """Return the answer's longest run of letters or digits, or "". A text that lacks this run lacks
-    the answer, so it need not be searched. The first and last run do not count, because where an
-    answer is quoted, other letters may touch its ends and lengthen them."""
+    the answer, so the text need not be searched. The first and last run do not count, because other
+    letters may touch them where the answer is quoted, and lengthen them."""
     return max(RUN.findall(said)[1:-1], key=len, default="")
 
 
 def stands(said: str, text: str) -> bool:
-    """Return whether `text` has the whole answer. A short answer needs lines of its own."""
+    """Return whether `text` has the whole answer. A short answer must have lines of its own."""
     return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
 
 

@@ -1,21 +1,21 @@
 """Split what a model wrote into reasoning, text and tool calls.
 
-By default the text has the form of Qwen and Hermes:
+By default the model must write as Qwen and Hermes do:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-The text between the <tool_call> marks is a call if it is JSON that names an offered tool. Any
-arguments must be an object, under the key `arguments` or `parameters`. The JSON is decoded from its
-beginning, so a mark inside one of its strings does not end the call. Everything else stays text, so
-the agent sees a wrong call as the model wrote it. White space is dropped around the reasoning and
-before a call. If there is a call, white space at the end is dropped, too.
+The text between the <tool_call> marks is a call if it is JSON that names an offered tool.
+Arguments, if any, must be an object, under the key `arguments` or `parameters`. The JSON is decoded
+from its beginning, so a mark inside one of its strings does not end the call. Everything else stays
+text, so the agent sees a wrong call as the model wrote it. White space is dropped around the
+reasoning and before a call. If there is a call, white space at the end of the text is dropped, too.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
-**Other forms.** `tool_call_parser` names a function of (text, tools). It returns the text outside
-the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions from
-SGLang's parsers. A call in another form cannot be forced.
+**Other forms.** The key `tool_call_parser` names a function of (text, tools) that returns the text
+outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions
+from SGLang's parsers. A call in another form cannot be forced.
 """
 
 import json
@@ -50,8 +50,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 def split_thinking(text: str, ended: bool) -> tuple[str, str]:
     """Return the reasoning, and the text after it. If an answer has `ended` without closing its
-    reasoning, the model has skipped the reasoning that the prompt began. Then the whole answer is
-    text."""
+    reasoning, the whole answer counts as text: the model has skipped the reasoning that the prompt
+    began."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -78,8 +78,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
 
 
 def read_call(body: str, tools: Tools) -> Json:
-    """The call {"name", "arguments"} in the JSON text `body`. Raises ValueError, TypeError or
-    KeyError if no offered tool takes it."""
+    """Return the call {"name", "arguments"} in the JSON text `body`. Raises ValueError, TypeError
+    or KeyError if it is no call of an offered tool."""
     call = read_json(body)
     name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     if name not in names_of(tools) or not isinstance(arguments, dict):

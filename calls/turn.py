@@ -1,7 +1,7 @@
 """Answer an agent's call, from its entry into the tree to the last byte of the reply.
 
 A call enters the tree, its answer is generated and stored there, and only then is the reply sent.
-So an agent that has read a reply can continue or reward it at once.
+So an agent that has read a reply can at once continue or reward the call.
 
     state      event                                          then
     running    the answer arrives                             finished; stays in the tree
@@ -11,14 +11,13 @@ So an agent that has read a reply can continue or reward it at once.
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
 SDKs mark a retry with a header (x-stainless-retry-count). Equal bodies without this header are
 separate calls. A retry joins the newest call with the same body. If that call is still running,
-both requests get its reply. If it has finished, its reply was lost and is sent again. If it failed,
-nobody has read any of its answer, so the retry becomes a new call.
+both requests get its reply. If it has finished, its reply must have been lost, so the reply is sent
+again. If it failed, nobody has read any of its answer, so the retry becomes a new call. If a client
+makes equal calls on purpose, the retry of an older call may get the newest call's reply.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. The HTTP status is sent with the first event, so a call
 that fails before its first event still gets an error status.
-
-If a client makes equal calls on purpose, the retry of an older one may get the reply of the newest.
 """
 
 import asyncio
@@ -80,8 +79,8 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # A cancelled task keeps its exception until someone reads it. The exception refers to this
-        # turn, and so to the session.
+        # A cancelled task keeps its exception, which refers to this turn and so to the session,
+        # until someone reads the exception.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return
@@ -127,7 +126,7 @@ class Turn:
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield an empty event, then the events of a stream. Errors before the empty event are
-        raised; later ones are sent."""
+        raised; later ones are sent as events."""
         numbers = itertools.count()
 
         def written(*events: Json) -> bytes:

@@ -7,15 +7,15 @@ can try every order of events. `BatchTaskDispatcher` carries the decisions out i
 where hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
 trainer's thread hands in work and waits.
 
-`_produce` starts tasks when the gate may have opened, and `_run` records how a task ended.
+`_produce` starts tasks when the gate may have opened, and `_run` runs a task and records its end.
 
 With rollout.stale=wait a batch takes the B unconsumed groups that started first, so one slow group
 delays the batch. With mask or drop it takes the B groups that finished first. `take` checks the
-ages. staleness.py proves their bound.
+ages. staleness.py proves that they are at most eta.
 
 If a task returns None or raises, it is rejected and another task is drawn. The run stops after
 `max_failures` exceptions in a row. It also stops if `max_failures` groups are rejected before any
-is accepted. Once it has stopped, every call raises the reason.
+is accepted. Once the run has stopped, every call to the dispatcher raises the reason.
 
 A result of wait_for_task belongs to no batch, and its age is not checked.
 """
@@ -54,7 +54,7 @@ class DispatchState:
     trace: Callable[[str, int], None] = lambda event, task_id: None
 
     pending: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # submitted tasks
-    # the started, unconsumed tasks and their results; None while a task runs
+    # the started, unconsumed tasks with their results (None while a task runs)
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
@@ -287,7 +287,7 @@ class BatchTaskDispatcher:
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             while True:
-                with suppress(SystemExit):  # of a task that an agent has made
+                with suppress(SystemExit):  # raised by a task that an agent has made
                     runner.get_loop().run_forever()
                     break  # `_finish` has stopped it
 

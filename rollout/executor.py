@@ -6,8 +6,8 @@ version 0. The first call returns four of them and leaves four for the second ca
 
 A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
 When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). Then
-trajectory.py completes the group's tensors, and should_accept_fn may reject the group. The text of
-its rows goes to
+trajectory.py completes the group's tensors, and should_accept_fn may reject the group. Unless
+rollout.dump_to_file=false, the text of its rows goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
@@ -15,9 +15,9 @@ A sample runs with the arguments of the `prepare_batch` call that drew it, even 
 returns its group.
 
 **A restart** draws the samples again from the first, but skips closed positions. A position is
-closed if its sample was consumed, rejected, dropped or withdrawn. If positions 0 to 7 were drawn
-and 0 to 3 trained on, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to 7 again,
-and then 8.
+closed if its sample was consumed, rejected, dropped or withdrawn. For example, if positions 0 to 7
+were drawn and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to
+7 again, and then 8.
 
 `submit` and all dataloaders share one count of ids. So if a run calls `submit`, or uses two
 dataloaders, an id is no longer a position in the data, and a restart may skip the wrong samples.
@@ -119,8 +119,8 @@ class WorkflowExecutor:
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def rollout_batch(self, data: Iterable[Sample], *how: Any, **named: Any) -> Trajectory:
-        """Run all prompts with the arguments of `submit`. Return the accepted groups as one batch,
-        in the prompts' order."""
+        """Run all prompts in `data`. The other arguments are those of `submit`. Return the accepted
+        groups as one batch, in the prompts' order."""
         ids = [self.submit(sample, *how, **named) for sample in data]
         groups = [self.wait_for_task(i) for i in ids]
         return trajectory.concat_padded_tensors([x for x in groups if x is not None])

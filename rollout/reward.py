@@ -1,8 +1,8 @@
 """Compute a finite reward without delaying other episodes.
 
-A plain function that ran in the episodes' shared event loop would stop every agent. So
-AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. The
-limit does not include time spent waiting for a free process. A coroutine function runs in the loop.
+While a plain function ran in the episodes' shared event loop, every agent would wait. So
+AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. Time
+spent waiting for a free process does not count. A coroutine function runs in the loop.
 
 If a reward function fails, its episode fails. A reward of 0 instead would mislead the policy.
 """

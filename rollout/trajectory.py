@@ -152,9 +152,9 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
-    """Write each row to {folder}/{version}/{task_id}.jsonl, in the form of AReaL's page "Rollout
-    Workflow". The completion goes from the first generated token to the end of the row, including
-    what other roles said between turns."""
+    """Write each row to {folder}/{version}/{task_id}.jsonl, in the form that AReaL's page "Rollout
+    Workflow" shows. The completion goes from the first generated token to the end of the row, so it
+    includes what other roles said between turns."""
     lines = []
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}

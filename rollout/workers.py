@@ -9,10 +9,10 @@ would stop every episode. So a pool runs each call in a process that can be kill
 If the block succeeds, its process serves later blocks, so global variables keep their values. After
 an exception, a time limit or a cancellation the process is killed with its whole process group.
 
-A call is sent as a pickle that names the function. So the process imports the function's module,
-but not the main script. A result comes back as JSON, because an agent's pickle could run code in
-the trainer. Printed output and tracebacks go to the run's standard error. Processes end with the
-trainer. They do not get the trainer's keys for servers and proxy.
+A call is sent as a pickle that names the function, so the process imports the function's module. It
+does not import the main script. A result comes back as JSON, because an agent's pickle could run
+code in the trainer. Printed output and tracebacks go to the run's standard error. Processes end
+with the trainer. They do not get the trainer's keys for servers and proxy.
 
 A process that has left the group (setsid) is not killed. A coroutine that ignores its cancellation
 continues. Windows is not supported.
@@ -49,7 +49,7 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
 
 
 def bypass() -> dict[str, str]:
-    """Variables with which a child reaches this machine without an HTTP proxy."""
+    """Return variables with which a child reaches this machine without an HTTP proxy."""
     hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")) + ",127.0.0.1,localhost"
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 
@@ -92,7 +92,7 @@ class Worker:
         return self.process.stdout.readline()
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # Linux, macOS: the group is empty
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty (Linux, macOS)
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
             self._thread.shutdown()
@@ -137,7 +137,7 @@ def serve(trainer: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     # Not a daemon thread: even if the loop below ends first, the thread kills the processes that
-    # agents have left.
+    # agents have left running.
     threading.Thread(target=follow_trainer).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():
