@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # of orjson's 254 levels of nesting, these stay free for what will enclose a value
+ROOM = 50  # how many of orjson's 254 levels of nesting stay free for what will enclose a value
 
 
 class Refusal(ValueError):
@@ -71,7 +71,7 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: Any) -> Any:
-    """Import and return module.name. A `path` that is no text is returned unchanged. Any error
+    """Import and return module.name. A `path` that is not a string is returned unchanged. Any error
     propagates, whereas pkgutil.resolve_name would hide an ImportError inside the module."""
     if not isinstance(path, str):
         return path

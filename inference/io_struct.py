@@ -12,11 +12,12 @@ id, its log-probability under the policy that sampled it, and that policy's vers
 
 Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
 reports only `weight_version`, the version at the end of the answer. If the finish reason has a
-status code, the request failed. Otherwise `abort` means that a pause interrupted the request.
+status code, the request failed. If it has none, its type `abort` means that a pause interrupted the
+request.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With greedy decoding,
-top_p, top_k, a penalty or a grammar, the server samples from another distribution, so training
-leaves such tokens out (`trains_exactly`).
+top_p, top_k, a penalty or a grammar, the server samples from a different distribution, so training
+leaves these tokens out (`trains_exactly`).
 """
 
 import hashlib
@@ -26,12 +27,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# An unknown key or a wrong value is an error, also if a field is set later.
+# An unknown key or a wrong value is an error, when an object is made and when a field is assigned.
 CHECKED = ConfigDict(
     extra="forbid",
     validate_assignment=True,
     allow_inf_nan=False,
-    coerce_numbers_to_str=True,  # server.args=[--cuda-graph-max-bs,128]
+    coerce_numbers_to_str=True,  # such as 128 in server.args=[--cuda-graph-max-bs,128]
     use_attribute_docstrings=True,
 )
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -109,7 +110,7 @@ class ModelRequest:
     input_ids: list[int]
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    tokenizer: Any = None  # AReaL's; unused here
+    tokenizer: Any = None  # AReaL's field, unused here
     call: str = ""  # name of the call in the run, such as "7-3.1": task 7, member 3, call 1
 
     def __post_init__(self) -> None:
@@ -118,7 +119,7 @@ class ModelRequest:
 
     @property
     def affinity(self) -> str:
-        """Return the call's prompt group ("7" for "7-3.1" and "7.1"), or `rid` without a call."""
+        """Return the call's prompt group ("7" for "7-3.1" and "7.1"), or `rid` if `call` is ""."""
         group, _, rest = self.call.rpartition("-")
         return group or rest.partition(".")[0] or self.rid
 
@@ -128,7 +129,7 @@ class ModelResponse:
     """One completion.
 
     The output lists have one entry per token, including the stop token. A segment that a pause
-    interrupted has the stop reason `abort`; a whole completion never has it.
+    interrupted has the stop reason `abort`. A whole completion never has this reason.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -188,8 +189,9 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
     Raises EngineError with status 400 if the server rejects the request, 503 if the server has
-    failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. After a
-    failed update a server reports "7-incomplete". This is not a version, so it also gives 502.
+    failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. If the
+    update to version 7 fails half way, a server reports the version "7-incomplete". This is not a
+    number, so the status is 502.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -3,7 +3,8 @@
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
 binds 127.0.0.1 by default. It needs a key to bind an address that others can reach. To end with its
 parent, the server checks every half second whether its parent's id has changed. A pipe that closes
-when the parent ends would not work, because children that an agent forks would keep it open.
+when the parent ends would not work, because children that an agent forks would inherit the pipe and
+keep it open.
 """
 
 import gc
@@ -26,7 +27,7 @@ from inference.fields import Refusal, as_object
 
 
 def free_port() -> int:
-    """Return a free port from 20000 to 31999, which outgoing connections do not use."""
+    """Return a free port from 20000 to 31999, a range that outgoing connections do not use."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -34,8 +35,8 @@ def free_port() -> int:
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
-    """Return a listening socket. Raises OSError if the port is in use, or a public host lacks a
-    key."""
+    """Return a listening socket. Raises OSError if the port is in use, or if `host` is public and
+    there is no key."""
     if not key and host not in ("127.0.0.1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     return socket.create_server((host, port), backlog=4096)
@@ -91,7 +92,7 @@ def check_key(request: Request, key: str) -> None:
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body, {} if the body is empty."""
+    """Return the JSON object of a body, or {} if the body is empty."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:

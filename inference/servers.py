@@ -6,9 +6,9 @@ request goes to the next one.
 
 A server may have been restarted with its first weights, or may have missed an update. So the
 versions of every answer are checked. No token may be newer than `trainer_version`. An update
-changes all servers before any continues. So no token may be older than the newest version known
-when the request was sent (`newest`). If the update to version 7 fails half way, the servers
-report "7-incomplete", which no engine accepts.
+changes all servers before any continues. So no token may be older than `newest`, the newest version
+that this process knew when it sent the request. If the update to version 7 fails half way, the
+servers report "7-incomplete", which no engine accepts.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Servers:
     def __init__(self, addresses: str | Iterable[str], key: str = "", session: Any = None) -> None:
         addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
-        self.newest = 0  # no later request may get older tokens
+        self.newest = 0  # newest version known; no later request may get older tokens
         self.trainer_version = math.inf  # until this process knows it
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = PerLoop(lambda: session or make_session(), lambda made: made.close())
@@ -87,8 +87,8 @@ class Servers:
         return answers
 
     def check_versions(self, url: str, versions: list[int], at_least: int) -> None:
-        """Check the versions of a server's tokens, and update `newest`. `at_least` is what
-        `newest` was when the request was sent. Raises EngineError (503)."""
+        """Check the versions of a server's tokens, and update `newest`. `at_least` is the value of
+        `newest` when the request was sent. Raises EngineError (503) for a wrong version."""
         if wrong := [v for v in versions if not at_least <= v <= self.trainer_version]:
             why = f"version {wrong[0]} instead of {at_least} to {self.trainer_version}"
             raise EngineError(f"{url} sent {why}: was it restarted?", 503)

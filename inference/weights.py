@@ -1,21 +1,23 @@
 """Send new weights to running servers.
 
-In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. So this needs a
-shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join
-an NCCL or gloo group, and the trainer broadcasts its tensors. This needs SGLang >= 0.5.20.
+In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. So this mode
+needs a shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and
+servers join an NCCL or gloo group, and the trainer broadcasts its tensors. This mode needs SGLang
+>= 0.5.20.
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
     label "7-incomplete"       from now on all engines refuse the servers' tokens
     disk or distributed        every server loads the weights and drops its old KV cache
-    label "7"                  in mode disk, the load itself sets it
+    label "7"                  mode distributed; in mode disk, loading sets this label
     set_version(7), resume     the gate admits new groups, and the servers go on
 
 If an update fails half way, some servers have version 7 and some 6. Then the label "7-incomplete"
 stays, and the run ends. In mode disk, a folder gets its final name only when it is complete. In
 mode distributed, each update makes its own group, so a server may restart between updates. In NCCL,
 a rank that joins, broadcasts or leaves waits until all other ranks do the same. The servers do so
-when they get a request. So a thread sends the request while the trainer takes part (`meanwhile`).
+when they get a request. So a thread sends this request while the trainer itself joins, broadcasts
+or leaves (`meanwhile`).
 """
 
 import shutil
@@ -63,8 +65,8 @@ def named_buckets(
     If `learning`, yield only the weights that learn.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
-    bucket empties the one before. In memory, transformers fuses experts, and servers would skip the
-    fused names. So names and shapes are those of the checkpoint files.
+    bucket empties the one before. In memory, transformers fuses the weights of experts under names
+    that servers would skip. So names and shapes are those of the checkpoint files.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -127,7 +129,7 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = 
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
-    """Set the version that the servers report from now on; `abort` ends their requests."""
+    """Set the version that the servers report from now on. `abort` also ends their requests."""
     post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
 
 

@@ -1,7 +1,8 @@
 """HTTP connections that are cheap enough for hundreds of requests at once.
 
-Every request in flight has its own connection. An idle connection stays open for four seconds, for
-the next request. httpx would take twice the CPU time for a request (docs/log.md, "Requests").
+Every request in flight has its own connection. An idle connection stays open for four seconds, so
+that another request can use it. httpx would take twice the CPU time for a request (docs/log.md,
+"Requests").
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class PerLoop:
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
-        # A loop closes its generators when it ends, so this generator closes the object.
+        # When a loop ends, it closes its asynchronous generators. Then this one closes the object.
         thing = self._make()
         try:
             while True:

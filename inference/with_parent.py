@@ -1,8 +1,9 @@
 """`python -m inference.with_parent COMMAND ...` runs a command until our parent ends.
 
 SGLang has no option for this. The command gets SIGTERM when our parent is gone, or when we get
-SIGTERM ourselves. Once the command has ended, or after three seconds, our whole process group gets
-SIGKILL. So start this module in its own session.
+SIGTERM ourselves. As soon as the command has then ended, or three seconds later at the latest, our
+whole process group gets SIGKILL. So start this module in a session of its own. Otherwise other
+processes would be killed, too.
 """
 
 import os
@@ -27,7 +28,7 @@ def main(words: list[str]) -> int:
     follow_parent(end)
     code = child.wait()
     if ending.is_set():
-        os.killpg(0, signal.SIGKILL)  # the workers
+        os.killpg(0, signal.SIGKILL)  # the command's workers may still be running
     return code if code >= 0 else 128 - code
 
 

@@ -1,11 +1,11 @@
 """Save and load the checkpoints of a run.
 
 recover/step00040 holds the model and the optimizer's state. It also lists the prompts that are
-done, because steps 1 to 40 consumed them, or because they were rejected or dropped. After a restart
-all other prompts run. So no prompt is skipped, and none is trained on twice. A checkpoint gets its
-name only when it is complete. We also keep the second newest, because the disk may damage the
-newest. sums.json has every file's checksum. On a restart, run/log.py removes from metrics.jsonl the
-lines of steps after the checkpoint.
+done: those that steps 1 to 40 consumed, and those that were rejected, dropped or withdrawn. After a
+restart all other prompts run. So no prompt is skipped, and none is trained on twice. A checkpoint
+gets its name only when it is complete. We keep the two newest checkpoints, because the disk may
+damage the newest. sums.json has every file's checksum. On a restart, run/log.py removes the lines
+of steps after the checkpoint from metrics.jsonl.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
     actor.save_state(partial)
     if dist.get_rank() == 0:
         (partial / "rollout.json").write_text(json.dumps(executor.state_dict()))
-        (partial / SUMS).unlink(missing_ok=True)  # a kill may have left it
+        (partial / SUMS).unlink(missing_ok=True)  # a killed run may have left the file
         sums = {path.name: checksum(path) for path in partial.iterdir()}
         (partial / SUMS).write_text(json.dumps(sums))
-        shutil.rmtree(new, ignore_errors=True)  # a damaged one, if there is any
+        shutil.rmtree(new, ignore_errors=True)  # a damaged checkpoint, if there is one
         before = sorted(folder.glob("step*"))
         partial.rename(new)
         for old in before[:-1]:

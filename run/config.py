@@ -1,8 +1,8 @@
 """Every key of the configuration, with its default, its range and its meaning.
 
-A key's type gives its range, and the text below the key is its help. YAML recipes and `key=value`
-words are merged; the later value wins. `TrainConfig.model_validate` then checks everything, before
-any process starts.
+A key's type gives its range, and the text below the key is its help. YAML recipes and the command
+line's `key=value` words are merged, and the later value wins. `TrainConfig.model_validate` then
+checks everything, before any process starts.
 """
 
 import argparse
@@ -68,11 +68,11 @@ class OpenAIConfig(Keys):
     turn_discount: Share = 1.0
     """gamma in R(i) = r(i) + gamma * mean R(calls that read i)"""
     compaction: Literal["link", "cut"] = "link"
-    """link: a conversation's reward reaches the answer it begins with; cut: only calls it names"""
+    """link: rewards also reach calls whose answer is quoted; cut: only continued or named calls"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
-    """module.function that reads the model's tool calls; null: the form of Hermes and Qwen"""
+    """module.function that reads the model's tool calls; null: as Hermes and Qwen write them"""
     episode_timeout_seconds: Positive = 3600.0
     """an episode that takes longer fails"""
 
@@ -180,7 +180,7 @@ class PPOActorConfig(Keys):
     c_clip: Annotated[float, Field(gt=1)] | None = None
     """dual clip: for A < 0, objective >= c_clip A"""
     behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = 5.0
-    """leave out tokens with a larger pi_prox / pi_behav; null: no cap"""
+    """tokens with a larger pi_prox / pi_behav add 0 to the objective; null: no cap"""
     loss: Named = "ppo.ppo_actor_loss_fn"
     """module.function of the loss (extras/losses.py)"""
     advantages: Named = "ppo.compute_advantages"
@@ -188,7 +188,7 @@ class PPOActorConfig(Keys):
     entropy_coeff: NonNegative = 0.0
     """weight of the entropy bonus"""
     kl_ctl: NonNegative = 0.0
-    """weight of the KL to the reference model; 0: load it only if ref.path is set"""
+    """weight of the KL to the reference model; 0: load that model only if ref.path is set"""
     anneal: bool = False
     """let entropy_coeff and kl_ctl fall linearly to 0"""
     reward_scaling: Positive = 1.0
@@ -331,7 +331,7 @@ actor.optimizer.lr evaluator.interval"""
 class ConfigError(ValueError):
     """The configuration is wrong. The message, on one line, says what to change."""
 
-    is_verdict = True  # the message says everything: no traceback
+    is_verdict = True  # the message says everything, so no traceback is printed
 
 
 @contextmanager

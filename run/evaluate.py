@@ -35,8 +35,8 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Estimate the probability that k answers include a right one, if `right` of n were right. The
-    estimate has no bias, unlike 1 - (1 - right / n)^k (Chen et al. 2021)."""
+    """Estimate the probability that k answers include a right one, if `right` of n answers were
+    right. The estimate has no bias, unlike 1 - (1 - right / n)^k (Chen et al. 2021)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -45,8 +45,9 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     left out of the mean reward. With n episodes per prompt, there is pass@k for each power of two k
     from 2 to n.
 
-    `rewards` holds n passes over all prompts. The episodes of one prompt are correlated, so error
-    and interval treat a prompt as one sample. They may be too wide, but not too narrow.
+    `rewards` holds n passes over all prompts. The episodes of one prompt are correlated, so the
+    standard error and the interval treat a prompt as one sample. As a result, the interval may be
+    too wide, but not too narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts

@@ -1,7 +1,7 @@
 """Load the inputs of a run: a task, its data, a workflow, a tokenizer and a model.
 
-A task is a module that defines `dataset(split)` and `WORKFLOW` (tasks/guess.py, tasks/gsm8k.py). It
-may define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
+A task is a module that defines `dataset(split)` and `WORKFLOW`, such as tasks/guess.py. It may also
+define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
 `make_model(path, seed)` for a small base model. The keys model_path, workflow, train_dataset.path
 and valid_dataset.path override what the task defines. A missing or broken input raises ConfigError.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from inference.fields import import_name
 from run.config import ConfigError, TrainConfig, find_source, one_line
 
-# ---- the model; torch is imported only if one must be made
+# ---- the model; torch is imported only if a base model must be made
 
 
 def base_model_path(config: TrainConfig) -> str:
@@ -141,8 +141,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Return a loader of prompts. The order depends on nothing but the seed, so a restarted run
-    draws the same prompts."""
+    """Return a loader of prompts. Their order depends only on the seed, so a restarted run draws
+    the prompts in the same order."""
     import torch
     from torch.utils.data import DataLoader
 

@@ -1,6 +1,6 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
-Each process has its own Unix session, so Ctrl-C reaches only train.py. Then train.py ends the
+Each process has its own Unix session, so Ctrl-C reaches only train.py, which then ends the
 processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent. API
 keys are passed in the environment, which other users cannot read. Only SGLang gets its key on the
 command line.
@@ -46,7 +46,7 @@ DROPPED = re.compile(
 class ProcessDied(RuntimeError):
     """A process that the run needs has ended. The message has the last lines of its log."""
 
-    is_verdict = True  # the message says everything: no traceback
+    is_verdict = True  # the message says everything, so no traceback is printed
 
 
 @dataclass(eq=False)
@@ -144,7 +144,8 @@ def visible_gpus() -> list[str]:
 
 
 def settle(server: ServerConfig, gpus: list[str]) -> None:
-    """Replace `auto` in a small server's keys to suit the machine. Raises ConfigError."""
+    """Replace `auto` in a small server's keys to suit the machine. Raises ConfigError if
+    server.device=cuda and no GPU is visible."""
     if server.device == "auto":
         server.device = "cuda" if gpus else "cpu"
     if server.device == "cuda" and not gpus:
@@ -174,7 +175,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        # The trainer's logits are float32, too. By default SGLang serves float32 models in float16.
+        # By default SGLang serves float32 models in float16. Its logits are float32, because the
+        # trainer's are.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
@@ -192,7 +194,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 SGLANG_VARIABLES = {
     # Compute log-probabilities for 256 tokens at a time, so their logits stay below half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
-    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # a GPU shared with a rank has less free memory
+    # A GPU that a server shares with a rank has less free memory than the server's other GPUs.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
 
 

@@ -56,8 +56,9 @@ class Run:
     prints_steps = True  # unless a callback shows the steps
 
     def __init__(self, config: TrainConfig, force: bool = False) -> None:
-        """Claim the run's folder, find its model, and start the servers. `force` continues a run
-        begun with other code or data. Raises ConfigError if the run cannot start."""
+        """Claim the run's folder, find its model, and start the servers. With `force`, a run
+        continues even if it began with other code, seed or data. Raises ConfigError if the run
+        cannot start."""
         self.config = config = resolve(config)
         self.rank = int(os.environ.get("RANK", 0))
         self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
@@ -174,8 +175,9 @@ COMMANDS = {"--dry-run": "extras.plan.main", "--replay": "extras.replay.main"}
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
-    --help, COMMANDS and the evaluation of another endpoint exit here and make no run. A wrong
-    configuration also exits here, with one line and code 2.
+    The program exits here, without a run, for --help, for the options in COMMANDS, and for
+    mode=eval with evaluator.base_url. It also exits for a wrong configuration, with one line and
+    code 2.
     """
     for option in COMMANDS.keys() & {*argv}:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
@@ -204,8 +206,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Without this, each full garbage collection takes .2 s to visit all imported objects. Together
-    # the collections take a tenth of the demo's CPU time.
+    # Without gc.freeze, each full garbage collection would take .2 s to visit all imported objects,
+    # and all collections together would take a tenth of the demo's CPU time.
     gc.freeze()
     code: Any = 0
     try:
@@ -223,7 +225,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
         if run.config.mode == "train" and run.config.recover_interval:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
-    # Before it exits, Python waits for all threads, and an agent's thread may hang.
+    # Before it exits, Python waits for all threads. An agent's thread may hang, so an alarm ends
+    # the process after ten seconds.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(code if isinstance(code, int) else 1))
     signal.alarm(10)
     return code

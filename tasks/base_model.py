@@ -6,8 +6,9 @@ as a large one.
 
 **The tokenizer** has one token per word, and spaces separate words. The chat template writes every
 message as `<role> content <end>`, so the tokens of a message do not depend on other messages. The
-proxy needs this. For example, the conversation "guess a number", "3", "higher" has three parts: the
-prompt of the first turn, the sampled tokens `3 <end>`, and the tokens of the new message.
+proxy needs this, because it appends the tokens of new messages to the sampled ones. For example,
+the conversation "guess a number", "3", "higher" has three parts: the prompt of the first turn, the
+sampled tokens `3 <end>`, and the tokens of the new message.
 
 **The model** starts with random weights, and learns in seconds to imitate a weak player of the
 task. Reinforcement learning needs this warm-up: with random weights, no answer has the right form,

@@ -7,9 +7,9 @@ parameters (tasks/smollm2.py) cannot add such numbers. But it can learn to write
 
 and to answer "61". For that it must keep to the form, find the numbers and choose the operation.
 
-**The agent** is an ordinary tool loop. `converse` yields each message as it comes, so a chat
-(extras/chat.py) runs the same code. Solved problems precede every question. Without these examples
-the model never makes a right call, and has nothing to learn from.
+**The agent** is an ordinary tool loop. `converse` yields each message as it comes, so that a chat
+(extras/chat.py) can run the same code. Solved problems precede every question. Without these
+examples the model never makes a right call, so it has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone. A
 call without the right value earns little. Otherwise the model would settle on one operation before
@@ -17,10 +17,10 @@ trying the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
     0.10  a complete call    0.6  the right value
-    0.15  an operation       0.8  an answer that contains it      1.0  the right answer
+    0.15  any operation      0.8  an answer with this value       1.0  this value alone
 
-**Held out.** The problems of the split "valid" use four templates and numbers that training never
-sees. So no answer in this split was learnt by heart.
+**Held out.** The problems of the split "valid" use four templates of their own, and numbers that
+training never sees. So no answer in this split was learnt by heart.
 """
 
 import ast
@@ -141,7 +141,7 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """Return the reward. A wrong value ends the episode, for the model never corrects it."""
+        """Return the reward. A wrong value ends the episode: no model was seen to correct one."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []

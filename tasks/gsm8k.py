@@ -1,5 +1,5 @@
-"""Train on GSM8K, grade-school mathematics problems. The answer to each is one number, so a program
-can check it: the reward is 1 if the final answer is right, else 0.
+"""Train on GSM8K, grade-school mathematics problems. The answer to each problem is one number, so a
+program can check it: the reward is 1 if the final answer is right, else 0.
 
     python train.py --config gsm8k model_path=DIR
     one attempt
@@ -116,7 +116,8 @@ class MathAgent:
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         messages: list = list(data["messages"])
-        # math-verify can need minutes for an answer. Here it would block all other episodes.
+        # math-verify can need minutes for an answer. Called directly, it would block all other
+        # episodes.
         check = AsyncRewardWrapper(is_right, self.timeout_seconds)
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)

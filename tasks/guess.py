@@ -7,14 +7,15 @@ say how to search. Random guesses find about half of the secrets, and binary sea
 **The agent** below is an ordinary program with the unmodified OpenAI SDK. It gets a `base_url`,
 plays a game and returns the reward. It knows nothing of training, tokens or versions.
 
-**Why six numbers.** With seven numbers, the only best first guess is 4. But it leaves three
-possible numbers and two guesses, so the second guess must be the middle of the three. Early in
-training the model has not learnt this second guess, because not every game gets that far. So games
-that begin with 4 earn the lowest reward, and with most seeds training ends in a local optimum with
-another first guess. With six numbers, 3 and 4 are equally good: each leaves two numbers on one side
-and three on the other. Even then, 2 and 5 are local optima, because an agent that begins with one
-of them can find five of the six secrets. So a penalty on the distance to the base model
-(configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
+**Why six numbers.** With seven numbers, an agent can find every secret only if its first guess is
+4. But if 4 is wrong, three numbers and two guesses are left, so the second guess must be the middle
+of the three. Early in training the model has not learnt this second guess, because not every game
+gets that far. So games that begin with 4 earn the lowest reward, and with most seeds training ends
+in a local optimum with another first guess. With six numbers, 3 and 4 are equally good: each leaves
+two numbers on one side and three on the other. Even with six, 2 and 5 are local optima, because an
+agent that begins with one of them can find five of the six secrets. So a penalty on the distance to
+the base model (configs/demo.yaml) keeps every first guess likely until the model has learnt the
+later guesses.
 
 **Several strategies find every secret**, so the trained model may guess differently from binary
 search, which needs the fewest guesses on average. `summary` draws both side by side.

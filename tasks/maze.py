@@ -1,16 +1,16 @@
 """A task with long answers of very different lengths: the drunkard's walk home. An answer is a path
 through a maze.
 
-The maze never changes. It has 12 x 12 cells with names like chess squares, and two of its corners,
-a1 and l12, are homes. A prompt such as "from b7 to l12" names the first cell and the home. The
-answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a
-navigation metric: the length of the shortest way, divided by the length of the walk. A walk that
-goes through a wall or does not end at the home earns 0.
+The maze never changes. It has 12 x 12 cells, which have names like the squares of a chess board.
+Two of its corners, a1 and l12, are homes. A prompt such as "from b7 to l12" names the first cell
+and the home. The answer lists every cell that the walk visits, from the first to the last. The
+reward is SPL, a navigation metric: the length of the shortest way, divided by the length of the
+walk. A walk that goes through a wall or does not end at the home earns 0.
 
-**Why this task.** The length of an answer varies tenfold. It also depends on the policy: a drunk
-can reach the length limit, but the shortest way has only 54 moves on average. So new weights arrive
-while walks are unfinished. Generation takes about as long as training. With this task we measure
-interruptions, staleness and how far generation and training overlap.
+**Why this task.** The lengths of answers vary by a factor of ten, and depend on the policy: a
+drunk's walk can reach the length limit, but the shortest way has only 54 moves on average. So new
+weights arrive while walks are unfinished. Generation takes about as long as training. With this
+task we measure interruptions, staleness, and how far generation and training overlap.
 
 **The base model** imitates a drunk. The drunk's move is a step on the shortest way with probability
 0.4, and otherwise a step in a random open direction. The imitated walks are cut off after 64 moves.

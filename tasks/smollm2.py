@@ -15,9 +15,9 @@ Three things are left to do here:
 2. The file does not say how to cut a text before its characters are merged into tokens. This model
    reads every digit as a token of its own, so we cut numbers into digits.
 3. The file's chat template does not support tools. So the template below writes tools and calls as
-   Hermes and Qwen do. It describes the tools only in a conversation without calls, because this
-   small model does not understand descriptions, and they make it worse where it can imitate an
-   earlier call. The model's default system prompt is left out, too.
+   Hermes and Qwen do. It describes the tools only in a conversation without calls. This small model
+   does not understand descriptions, and if it can imitate an earlier call, a description makes it
+   worse. The template also leaves out the model's default system prompt.
 """
 
 import hashlib

@@ -15,11 +15,11 @@ makes the same mini-batches. Only the passes are divided among the ranks. The ra
 up to the gradient that one rank alone would compute.
 
 **Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
-gradient and no optimizer state. Folders in recover/ omit them, and pushes send them at most once.
+gradient and no optimizer state. Their weights are not in recover/, and are pushed at most once.
 
 **Numbers.** The parameters and the optimizer's state are float32. For a pass on a GPU, FSDP casts
-everything to `dtype`. On a CPU, autocast casts only the matrix products. A token's log-probability
-is computed at its sampling temperature, so pi_theta, pi_prox and pi_behav are comparable.
+everything to `dtype`. On a CPU, only matrix products use `dtype`. A token's log-probability is
+computed at its sampling temperature, so pi_theta, pi_prox and pi_behav are comparable.
 
 There is no tensor, pipeline or context parallelism, no LoRA and no critic. If the layout or the
 number of ranks changes, results change only by rounding errors.
@@ -229,7 +229,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
         """Run a frozen layer only in a piece's first pass, because its output never changes. Later
-        passes begin with the last frozen layer's output."""
+        passes over the piece begin with the last frozen layer's output."""
         if self.inputs in self.states:
             return self.states[self.inputs]
         out = forward(*args, **keys)

@@ -15,7 +15,7 @@ hidden states. Packed, they have 5. In both layouts, hidden states 0, 1 and 3 pr
 
 Packed rows need an attention function of their own (`packed_attention`). A kernel that ignores
 position_ids would let rows see each other without an error, and a dense mask for t tokens would
-need t^2 numbers. The function computes only full attention, so models with sliding windows,
+need t^2 numbers. `packed_attention` computes only full attention, so models with sliding windows,
 convolutions or recurrent states get padded rows.
 """
 
@@ -72,8 +72,8 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows of these lengths out to n ranks in turn, the longest first. So two shares' numbers
-    of tokens differ by at most the length of the longest row. No share is empty: fewer than n rows
+    """Deal rows of these lengths out to n ranks in turn, the longest first. So the token counts of
+    two shares differ by at most the length of the longest row. No share is empty: fewer than n rows
     give fewer shares."""
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]

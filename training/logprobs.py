@@ -11,8 +11,8 @@ recomputes the logits. With hidden state h, last layer W, temperature tau and th
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
 With N = 4,096, the two passes take 289 MiB instead of 11,733 MiB (`python bench/loss.py`), but four
-matrix products instead of three. training/layout.py refuses models that scale, cap or shift their
-logits.
+matrix products instead of three. The formula for z is wrong for models that scale, cap or shift
+their logits, so training/layout.py refuses them.
 """
 
 from collections.abc import Callable, Iterator

@@ -39,6 +39,6 @@ def share(make: Callable[[], Any]) -> Any:
     """Call `make` on rank 0, and give its result to all ranks. All ranks call this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    box = [make() if dist.get_rank() == 0 else None]  # it is pickled
+    box = [make() if dist.get_rank() == 0 else None]  # the broadcast pickles the result
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -1,12 +1,12 @@
 """Tree attention: a prefix that several rows share goes through the model once.
 
-Eight rows that answer one prompt contain it eight times. If a conversation is exported turn by
-turn, every row repeats the turns before its own. In a causal model the hidden state of a token
-depends only on the tokens up to it, so a prefix needs to be computed only once.
+Eight rows with answers to one prompt contain the prompt eight times. If a conversation is exported
+turn by turn, every row repeats the turns before its own. In a causal model the hidden state of a
+token depends only on the tokens up to it, so a shared prefix needs to be computed only once.
 
-The rows are sorted by their tokens. Each row adds the tokens that it does not share with the row
-before it. The list of added tokens is the tree, depth first. The rows [a b c d], [a b e] and [a f]
-have 9 tokens, but their tree has 6:
+The rows are sorted by their tokens. Each row shares a prefix with the row before it, and adds the
+rest of its tokens. The list of added tokens is the tree, depth first. The rows [a b c d], [a b e]
+and [a f] have 9 tokens, but their tree has 6:
 
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
@@ -15,13 +15,13 @@ have 9 tokens, but their tree has 6:
 
     q attends to k   if and only if   k <= q < subtree_end[k]
 
-So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
-train a token of the tree, their gradients add up.
+So e (index 4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. If several
+rows train a token of the tree, their gradients add up.
 
 A block of 256 queries reads only the keys to which at least one of them attends. In bfloat16 on a
-GPU, FlexAttention computes several blocks in one kernel. This makes a training step 6.7 times as
-fast as block by block (docs/gpu.md). The loss agrees with that of separate rows to 1e-6, and the
-gradients to 1e-5.
+GPU, FlexAttention computes several blocks in one kernel. A training step is then 6.7 times as fast
+as with one block after another (docs/gpu.md). The loss agrees with that of separate rows to 1e-6,
+and the gradients to 1e-5.
 """
 
 from collections.abc import Iterator

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# cuDNN's attention prepares a plan for every new shape, and nearly every prefill has a new shape.
+# cuDNN would prepare a plan for every new shape, and nearly every prefill has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -28,7 +28,8 @@ class Graphs:
     most = 64  # beyond this number, the least recently used graph is dropped
 
     def __init__(self) -> None:
-        self.captured: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}  # the last used at the end
+        # the most recently used graph is at the end
+        self.captured: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}
         self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:

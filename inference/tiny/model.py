@@ -13,11 +13,11 @@ microsecond, whatever its size. So q, k and v come from one product, gate and up
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
 
-*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys as a
-view of the cache. But a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
+*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
+place, but a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
 *Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
-the matrices' shapes, and two kernels can add in different orders, so four rules keep the order.
+the matrices' shapes, and two kernels can add in different orders. Four rules keep the order fixed.
 Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`, `attend`). A
 prompt's tokens are padded to a multiple of 8. `key_length` rounds up the number of keys.
 
@@ -96,7 +96,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return (a + ib) e^(i angle) for the halves a and b of each head of x (..., d). `rotation` is
-    complex, (..., d/2). The result interleaves the halves, which does not change q k'."""
+    complex, (..., d/2). The result interleaves the halves. This does not change q k', because q and
+    k are both interleaved."""
     a, b = x.chunk(2, dim=-1)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
@@ -142,8 +143,8 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tenso
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w, (T, n), in the type of x. With bfloat16 weights, a GPU does not round the float32
-    sums."""
+    """Return x w, (T, n), in the type of x. If the weights are bfloat16, a CPU rounds the sums to
+    bfloat16, but a GPU keeps them in float32."""
     if x.is_cuda and w.dtype == torch.bfloat16:
         return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
     if w.dtype == torch.bfloat16:
@@ -160,16 +161,18 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def round_up_a_little(n: int, multiple: int) -> int:
-    """Round n up to one of few results. They are multiples of `multiple` and of an eighth of the
-    next power of 2: ..., 64, 80, 96, 112."""
+    """Round n up, so that only few different results occur. They are multiples of `multiple` and of
+    an eighth of the next power of 2. If `multiple` is 8, they are 8, 16, ..., 64, 80, 96, 112, 128,
+    160 and so on."""
     return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
 def key_length(longest: int) -> int:
     """Round `longest` up to the number of keys that each row attends to.
 
-    The attention kernel works in blocks of 512 keys. On two CPUs we saw that with 256 to 448 keys
-    in the last block, it adds in another order, which changes the bits. So we avoid such lengths.
+    The attention kernel works in blocks of 512 keys. If the last block has 256 to 448 keys, the
+    kernel adds in another order than for other lengths, as we saw on two CPUs. This changes the
+    bits, so we avoid these lengths.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -261,7 +264,7 @@ class Model:
                 n_shared = 0
             x = self._layers(inputs, first_slot, key_length(reach), n_shared)
         else:
-            # Rows begin at slot 0, and some are empty, so few different shapes and graphs occur.
+            # Add empty rows before and after, so that few different shapes and graphs occur.
             slots, length = self.kv.shape[2:4]
             end = first_slot + len(feeds)
             rows = min(round_up_a_little(end, FEWEST), slots)
@@ -358,7 +361,7 @@ class Model:
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
         RuntimeError, and changes nothing, if all weights are missing, or if one has another shape
-        or is not finite. Keys computed from a NaN would stay in the cache."""
+        or is not finite. A NaN is refused because keys computed from it would stay in the cache."""
         own = self.weights
         new = {n: w for n, w in named.items() if n in own}
         wrong = [  # a sum is quick, and finite only if all numbers are

@@ -2,14 +2,14 @@
 
 Each request becomes a sequence. It waits in the queue of its session, and runs in a *slot*, one row
 of the cache of keys and values. It ends exactly once, with reason stop, length or abort. A step
-feeds tokens to running sequences. A sequence gets a new token once its last one is fed. Here A and
-B begin with the same 40 tokens, and C is a long prompt of another session:
+feeds tokens to running sequences. When a sequence's last token has been fed, it gets a new one. In
+this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
 
-    A, B, C arrive    slots A C       B waits: A is about to compute 40 of B's tokens
-    prefill           A computes its prompt
-    prefill           slots A C B     A's 40 keys are copied to B's slot; the rest of B's prompt
-    prefill, decode   128 tokens of C's prompt, then a token to each, and so on
-    A ends            slots B C (A)   B moved; slot 2 keeps the keys of A for A's next turn
+    A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
+    prefill           A's prompt is fed
+    prefill           slots A C B     B gets a copy of the 40 keys; the rest of its prompt is fed
+    prefill, decode   128 tokens of C's prompt are fed, then one token of each sequence, and so on
+    A ends            slots B C (A)   B moves to slot 0; slot 2 keeps A's keys for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
 cache. A cache of 16,384 tokens holds 85 slots of 192 tokens or 32 of 512 tokens. When a sequence
@@ -19,7 +19,7 @@ its queue, and its keys are computed again later. To avoid this, slots grow only
 *Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting session gives up a slot. A
 sequence that does not fit beside the running ones waits, and so do those behind it in its queue.
-Sessions that run fewer sequences may always overtake it, but others only for PATIENCE steps.
+Sessions that run fewer than its own may always overtake it, but others only for PATIENCE steps.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all running sequences back to their queues.
@@ -111,7 +111,7 @@ class Scheduler:
         shared = 0
         if self.model.shares:
             known = [one.tokens[: one.cached] for one in batch]
-            shared = common(min(known), max(known))  # the others sort between them
+            shared = common(min(known), max(known))  # all others sort between these two
         logits = self.model.step(feeds, [one.cached for one in batch], first, shared)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
@@ -141,7 +141,7 @@ class Scheduler:
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
         """Begin with a prompt that has waited too long, else with the shortest. Add the prompts in
-        the slots beside it while they fit. A long prompt comes alone, and in pieces."""
+        the slots beside it while they fit. A long prompt is fed alone, and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
         piece = PIECE_PAIRS // max(1, self.slots[first].cached)
@@ -181,7 +181,7 @@ class Scheduler:
         if other in self.running and other.cached < most:
             return False
 
-        # Take the idle slot with the longest common prefix, or of several the least recently used.
+        # Take the idle slot with the longest common prefix, and of equals the least recently used.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
         for slot, last in enumerate(self.slots[self.n :], self.n):

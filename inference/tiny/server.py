@@ -16,8 +16,8 @@ In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, 
 and the weights. In bfloat16 or on a GPU, they also depend on other requests, which change the
 rounding. New weights replace the old ones between two steps, and unfinished requests continue with
 them. If a client hangs up, its request continues, so /abort_request has to end it. Not supported:
-streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA, mixtures of
-experts, the pause mode in_place, and weights by a process group.
+streaming, prompts as text, several prompts in one request, logprobs of prompts, grammars, LoRA,
+mixtures of experts, the pause mode in_place, and new weights through a process group.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     model = Model(
         args.model_path, args.max_running_requests, args.max_total_tokens, args.dtype, args.device
     )
-    # This avoids importing transformers, which takes a second.
+    # AutoTokenizer would import transformers, which takes a second.
     tokenizer = Tokenizer.from_file(f"{args.model_path}/tokenizer.json")
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     scheduler = Scheduler(model, args.weight_version, decode)
