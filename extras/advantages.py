@@ -1,7 +1,7 @@
 """Variants of the advantages for the key `actor.advantages`, and a group filter.
 
 Each variant changes what goes into ppo.compute_advantages, or what comes out. A variant calls
-`base`, which may be another variant:
+`base`, which is ppo.compute_advantages or another variant:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
@@ -10,8 +10,8 @@ their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two r
 0, -1.5 and 1.5.
 
 A turn is one action, and its reward stands at its last token. cache.py has already added the
-rewards of later turns to this reward, so GAE stays within a turn. The KL is subtracted from the
-sum, so the KL of a turn lowers only the return of that turn.
+rewards of later turns to this reward, so GAE stays within a turn. `kl_in_reward` subtracts the KL
+of a turn from this sum, so the KL lowers the return of that turn only.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """An estimate of KL(pi || pi_ref) at each token that pi sampled (Schulman).
 
     k1 is unbiased but can be negative, k2 is biased, and k3 is unbiased and never negative. We cap
-    k3 at 10. At log (pi / pi_ref) = -8 it would be 2,972, so one token could invert an advantage.
+    k3 at 10. Without the cap, it would be 2,972 at log (pi / pi_ref) = -8, so one token could
+    change the sign of an advantage.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -131,8 +132,8 @@ def without_truncated(
 def row_mean(
     batch: Batch, *, length: int | None = None, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """Every row counts the same in the loss, as in GRPO. Dr. GRPO (2503.20783): with `length` L
-    every token counts 1 / (rows * L). Both hold if actor.ppo_n_minibatches is 1."""
+    """Every row counts the same in the loss, as in GRPO. With `length` = L, every token counts
+    1 / (rows * L), as in Dr. GRPO (2503.20783). Both hold if actor.ppo_n_minibatches is 1."""
     # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
     # n trained tokens in the token's own row.
     A = base(batch, **keys)

@@ -4,7 +4,8 @@ rates with their Wilson intervals, and pass@k.
 
     callbacks: [extras.before_after.BeforeAfter]
 
-A restarted run finds the first evaluation in eval_base.json. The second is in eval_trained.json.
+The first evaluation is kept in eval_base.json, where a restarted run finds it, and the second in
+eval_trained.json.
 """
 
 import json
@@ -63,6 +64,6 @@ class BeforeAfter:
 
 
 def as_line(text: str) -> str:
-    """A conversation on one line, with a bar for the chat template's marks."""
+    """A conversation on one line, with bars in place of the chat template's marks."""
     bars = re.sub(r"(\s*<\|[^|]*\|>)+\s*", " | ", text)
     return printable(" ".join(bars.split()).strip("| "))

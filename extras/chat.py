@@ -2,16 +2,17 @@
 
     python -m extras.chat runs/guess/NAME
 
-The command serves the newest model in checkpoints/ and reads messages until Ctrl-D. Every request
-holds the whole conversation. An empty line begins a new one. Answers are greedy. To play the demo,
-think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
+The command serves the newest model in checkpoints/ and reads messages until Ctrl-D. An empty line
+begins a new conversation. Answers are greedy. To play the demo, think of a number from 1 to 6, type
+`guess a number`, and then `higher` or `lower`.
 
 A small model has a small vocabulary. A message with an unknown word is not sent, because the
 tokenizer would replace the word by the unknown token.
 
-If the run's agent has a method `converse(client, question)`, the agent answers every message and
-really calls its tools. An example is tasks/calculator.py. Without this method, the model answers
-without tools. The command printed at the start (`python -m extras.episode`) runs the agent once.
+If the run's agent has a method `converse(client, question)`, the agent answers every message as a
+new question, and really calls its tools. An example is tasks/calculator.py. Without this method,
+the model answers without tools, and reads the whole conversation. The command printed at the start
+(`python -m extras.episode`) runs the agent once.
 """
 
 import asyncio

@@ -46,8 +46,8 @@ def gspo(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. This
-    mean is close to 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
+    """GSPO (2507.18071): u becomes its geometric mean over the row, so a row is clipped as a whole.
+    This mean is close to 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     # log u = 1/n sum_t log u_t
@@ -175,8 +175,8 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Every token gets its row's weight. The geometric mean of w (how="mean") stays near 1. The
-    product ("sum") is exact, but often far from 1 in a long row."""
+    """Every token gets one weight of its row. The geometric mean of w (how="mean") stays near 1.
+    The product of all w (how="sum") is exact, but often far from 1 in a long row."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     # log w = 1/n sum_t log w_t, or the sum itself
@@ -186,8 +186,8 @@ def row_weight(
 
 
 def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-    """Three guesses of log pi_prox (N,). `loglinear` interpolates the logarithms of pi_behav and
-    pi_theta, `linear` interpolates the probabilities, and `rollout` takes pi_behav."""
+    """Three guesses of log pi_prox (N,). `loglinear` interpolates between log pi_behav and log
+    pi_theta, `linear` between the probabilities, and `rollout` takes pi_behav."""
     # linear: pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     linear = torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
     between = loglinear(old_logp, theta_logp, alpha)

@@ -6,9 +6,9 @@ A plan needs no data, no weights and no GPUs, only the model's config.json. run/
 the servers and their GPUs, as in a run; this file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
-each in float32. A frozen parameter takes 4, and a reference model adds 4. A step has three phases.
-Each frees its memory at its end, so only the largest phase counts. A server keeps the weights, and
-the keys and values of server.max_total_tokens tokens.
+each in float32. A frozen parameter takes 4 bytes, and a reference model adds 4 bytes per parameter.
+A step has three phases. Each frees its memory at its end, so only the largest phase counts. A
+server keeps the weights, and the keys and values of server.max_total_tokens tokens.
 
 Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB with gradient checkpointing.
 The 16 bytes per parameter make 23.0, a step adds 4.6 and CUDA 3. Without checkpointing, a step adds
@@ -127,8 +127,8 @@ def step_bytes(
     # With gradient checkpointing a layer keeps only its input. Layers are recomputed one by one.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    # head = b R + (4 + b) V H + saved + chunk: the last layer, its gradient in float32, what one
-    # chunk of tokens adds to the gradient, and the chunk's logits.
+    # head = b R + (4 + b) V H + saved + chunk: embedding and last layer, the last layer's gradient
+    # in float32, what one chunk of tokens adds to it, what all layers saved, the chunk's logits.
     head = (4 + b) * min(last, learning) + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
     # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers, the gradient of one, and its
     # float32 copies before and after the ranks' gradients are added.

@@ -17,10 +17,10 @@ weights and batch. So the configuration and schedule.jsonl together determine a 
     {"consume":7,"version":4}                                          step 5 trains on its group
     {"pushed":5}                                                       servers have version 5
 
-A **span** is a stretch of one version's tokens. In call 1 of task 7's member 3, version 2 computed
-tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same tasks as the
-recorded run, and waits for all tokens of version 2. Then it trains, pushes version 3, and goes on
-with token 58. A replay generates only consumed groups, and stops at the first difference.
+A **span** is a stretch of tokens that one version computed. In call 1 of task 7's member 3, version
+2 computed tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same tasks
+as the recorded run, and waits for all tokens of version 2. Then it trains, pushes version 3, and
+continues with token 58. It generates only consumed groups, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """
@@ -159,13 +159,13 @@ class Schedule:
         return len(steps)
 
 
-# ---- the engine's side, in the trainer and in every proxy
+# ---- the engine's side, in the trainer and in the proxy
 
 
 class Hooks(engine.Hooks):
     """Records training calls. In a replay, each token is generated under its recorded version.
 
-    The trainer and all proxies append to one file. A line is a single write, so lines never mix.
+    The trainer and the proxy append to one file. A line is a single write, so lines never mix.
     """
 
     def __init__(self, schedule: str, replay: str = "") -> None:

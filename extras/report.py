@@ -3,7 +3,7 @@
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
 writes the page every few steps and when the run ends, even after Ctrl-C or a failure. The page is
-made from the run's files, so even a crashed run can have one:
+made from the run's files, so even a crashed run can have a page:
 
     metrics.jsonl   the curves and the lags
     trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
@@ -11,8 +11,8 @@ made from the run's files, so even a crashed run can have one:
     config.yaml     the keys of the loss, to find the clipped tokens
     doctor.jsonl    the doctor's findings
 
-This module turns the files into one JSON object, which the script in report.html draws. To stay
-small, a page shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. So some rows of
+This module turns the files into one JSON object, which the script in report.html draws. A page must
+stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. Some rows of
 a group may be missing, but all rewards of these steps are shown.
 """
 

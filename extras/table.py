@@ -1,4 +1,4 @@
-"""Show a live table of the last steps, the run's progress, and what it is doing.
+"""Show a live table of the last steps, the run's progress, and what the run is doing.
 
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
 narrow terminal shows only the first columns. To save room, a counter has no column until it has

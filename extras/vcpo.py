@@ -2,9 +2,9 @@
 
     callbacks: [extras.vcpo.VCPO]
 
-Let ESS = (sum w)^2 / sum w^2. A gradient over M tokens weighted by w is as noisy as an unweighted
-one over ESS tokens. So every optimizer step uses lr * (ESS / M)^power. Scaling the gradient instead
-would do nothing, because AdamW normalises it.
+Let ESS = (sum w)^2 / sum w^2. A gradient over M tokens with the weights w is as noisy as an
+unweighted gradient over ESS tokens. So every optimizer step uses lr * (ESS / M)^power. Scaling the
+gradient instead would have no effect, because AdamW normalises it.
 """
 
 from typing import Any
