@@ -175,8 +175,7 @@ def extend(digest: int, message: Message) -> int:
 
 
 class InteractionCache(dict[str, Interaction]):
-    """The interactions of one session by completion id, in the order of the requests. `enter` adds
-    a call, `finish` completes it, and `discard` removes a failed one."""
+    """The interactions of one session by completion id, in the order of the requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,8 +264,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- export
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions that become rows: all finished ones, or with style "concat" the
-        leaves (`join_turns`). Raises Refusal for any other style."""
+        """Return the interactions that become rows: all finished ones, or, with style "concat",
+        one for each leaf (`join_turns`). Raises Refusal for any other style."""
         check_style(style)
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
@@ -274,8 +273,8 @@ class InteractionCache(dict[str, Interaction]):
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return one row for each leaf, a copy of the leaf. If rows share a turn, the first row trains
-    it. Take the parent of the first turn that a row trains. The row that trains this parent becomes
-    `row.parent`."""
+    it. Let `first` be the first turn that a row trains: `row.parent` becomes the row that trains
+    `first.parent`, or None."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

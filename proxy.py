@@ -15,7 +15,7 @@ agent sends it as its API key. Paths marked (admin) need the admin key:
                                                 and forget the session
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
-The path of a second call, after the model has answered "hello" with "Hi!":
+How the proxy answers a second call, after the model has answered "hello" with "Hi!":
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}

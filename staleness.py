@@ -5,8 +5,9 @@ A group starts under one policy version, and a step consumes it at the same or a
 group is the lag of its oldest trained token, whose version is the group's `head_version`. eta
 (`max_head_offpolicyness`) bounds the age; with eta = 0 training is synchronous.
 
-**The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places. Every running
-group holds a place, and so does every group accepted since the run began:
+**The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places, and a group
+starts only while one is free. Every running group holds a place, and so does every group accepted
+since the run began:
 
     enqueued -> running -> accepted   (keeps its place when it is consumed; each version adds B)
                         -> rejected   (gives it back; failed groups count as rejected)
@@ -26,9 +27,8 @@ would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group
   ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s, which inference/servers.py checks.
 - **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
   with a lag above eta out of the loss, and drops a group whose tokens are all that old. A token of
-  the version at which its group ends is never too old. *Proof:* number the groups in order of
-  finish. When group p ends, at version f, groups 1 to p hold places. So p <= (eta + f + 1) B, and a
-  step takes group p at version eta + f at the latest.
+  the version f at which its group ends is never too old. *Proof:* number the groups in order of
+  finish. As above, p <= (eta + f + 1) B, so a step takes group p at version eta + f at the latest.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
 The bound holds if every step consumes B groups and versions never fall. If not, a group may be too

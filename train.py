@@ -161,7 +161,7 @@ class PPOTrainer:
         if run.step or config.rollout.server_addrs:  # the servers have other weights
             self.push(run.step)
         else:
-            run.actor.written = 0  # so that pushes hold only the weights that learn
+            run.actor.written = 0  # the servers have this model, so pushes omit frozen weights
         if run.rank == 0:
             run.record()
             self.log = Log(run)

@@ -36,7 +36,7 @@ Parser = Callable[[str, Tools], tuple[str, list[Json]]]
 
 
 def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
-    """For each JSON value between marks, yield where its marks begin and end, and the JSON."""
+    """Yield (begin, end, JSON) for each JSON value between marks. text[begin:end] has the marks."""
     at = 0
     last = text.rfind("</tool_call>")
     while begin := OPEN.search(text, at, last):

@@ -62,7 +62,7 @@ def named_buckets(
     model: Any, dtype: Any, bucket_mb: float = BUCKET_MB, *, learning: bool = False
 ) -> Iterator[Bucket]:
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
-    If `learning`, yield only the weights that learn.
+    If `learning`, yield only the trainable weights.
 
     All ranks must take all buckets, because they gather each tensor together. Taking the next
     bucket empties the one before. In memory, transformers fuses the weights of experts under names

@@ -35,7 +35,7 @@ class PerLoop:
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
-        # When a loop ends, it closes its asynchronous generators. Then this one closes the object.
+        # When a loop ends, it closes its asynchronous generators. So the `finally` closes `thing`.
         thing = self._make()
         try:
             while True:

@@ -15,7 +15,7 @@ ages. staleness.py proves that they are at most eta.
 
 If a task returns None or raises, it is rejected and another task is drawn. The run stops after
 `max_failures` exceptions in a row. It also stops if `max_failures` groups are rejected before any
-is accepted. Once the run has stopped, every call to the dispatcher raises the reason.
+is accepted. Once the run has stopped, every call raises the error that stopped it.
 
 A result of wait_for_task belongs to no batch, and its age is not checked.
 """
@@ -241,7 +241,7 @@ class BatchTaskDispatcher:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` in the loop and wait for its result; Ctrl-C ends the wait.
 
-        After `fail` this raises the reason, even if an episode blocks the loop.
+        After `fail` this raises its error, even if an episode blocks the loop.
         """
         if self.stopped.done():
             work.close()

@@ -73,7 +73,7 @@ def generated(traj: Trajectory) -> Tensor:
 
 
 def head_version(traj: Trajectory) -> int | None:
-    """Return the oldest version of a trained token, or None if there is none."""
+    """Return the oldest version among the trained tokens, or None if there is none."""
     return version_span(traj, traj["loss_mask"] > 0)[0]
 
 

@@ -395,7 +395,7 @@ class FSDPPPOActor(FSDPEngine):
         return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
 
     def save_state(self, folder: Path) -> None:
-        """Write the weights that learn, the optimizer's state and the number of steps. Each rank
+        """Write the trainable weights, the optimizer's state and the number of steps. Each rank
         writes its shards."""
         dcp.save(self.state(), checkpoint_id=folder)
 
