@@ -220,11 +220,11 @@ def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Part
 def draw_front(data: dict[str, Any]) -> str:
     """Draw the first steps of the asynchronous run in docs/figures.json. The bar of a group has the
     colours of the policy versions that sampled the group's tokens."""
-    run, until = data["run"], data["run"]["updates"][7][1] + 0.4
+    run, until = data["run"], data["run"]["updates"][5][1]  # so no colour means two versions
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
     words = "A bar is a prompt group. Its colour is the policy version that samples."
-    more = "A training step has the colours of the tokens that it trains on."
+    more = "A training step has the colours of its 8 groups' tokens. Dashed: the trainer waits."
     title = "The first steps of an asynchronous run of the maze, coloured by policy version"
     head = [text(4, 16, words, "small"), text(4, 33, more, "small")]
     return svg(640, bottom + 20, title, [*head, *parts, *draw_axis(bottom, scale, until)])
@@ -268,7 +268,7 @@ def compared(fast: dict[str, Any], slow: dict[str, Any]) -> str:
     """Say in one sentence what the asynchronous run gained."""
     return (
         f"asynchronous: {slow['seconds'] / fast['seconds']:.2f} times as fast; held-out success"
-        f" {fast['held_out']['eval_success']:.2f} instead of"
+        f" {fast['held_out']['eval_success']:.2f} and"
         f" {slow['held_out']['eval_success']:.2f}; the trainer waited (dashed)"
         f" {fast['waiting']:.0%} of the time instead of {slow['waiting']:.0%}"
     )
@@ -295,7 +295,7 @@ def draw_compare(data: dict[str, Any]) -> str:
     last = max(one["seconds"] for one in runs.values())
     x = lambda s: 64 + (640 - 72 - 110) * s / last  # noqa: E731
     y = lambda success: floor - (floor - roof) * success  # noqa: E731
-    parts.append(text(4, roof - 16, "success of the training episodes", "small"))
+    parts.append(text(4, roof - 16, "success of the training episodes, mean of three steps", "small"))
     for share in (0, 0.5, 1):
         line = f'd="M64 {y(share):.1f}H{x(last):.1f}" style="opacity: 0.35"'
         parts += [f'<path class="line" {line}/>']
