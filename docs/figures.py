@@ -295,7 +295,9 @@ def draw_compare(data: dict[str, Any]) -> str:
     last = max(one["seconds"] for one in runs.values())
     x = lambda s: 64 + (640 - 72 - 110) * s / last  # noqa: E731
     y = lambda success: floor - (floor - roof) * success  # noqa: E731
-    parts.append(text(4, roof - 16, "success of the training episodes, mean of three steps", "small"))
+    parts.append(
+        text(4, roof - 16, "success of the training episodes, mean of three steps", "small")
+    )
     for share in (0, 0.5, 1):
         line = f'd="M64 {y(share):.1f}H{x(last):.1f}" style="opacity: 0.35"'
         parts += [f'<path class="line" {line}/>']
