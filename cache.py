@@ -1,14 +1,14 @@
 """The calls of one session form a tree, which yields rewards and training rows.
 
 An **interaction** is one call of an agent: the messages that it sent and the tokens of the answer.
-The agent sends the whole conversation with every call, so a later call begins with earlier ones:
+The agent sends the whole conversation with every call, so a later call repeats earlier messages:
 
     system - user - [A] assistant -+- user  - [B] assistant
                                    +- user' - [C] assistant
 
 **The tree is a dict**, `_conversations`. A finished interaction is stored under the digest of its
 conversation: its messages and its output. A new call looks up the digest of every prefix of its
-messages. The longest prefix found is the parent's conversation: A is the parent of B and C.
+messages. The longest prefix found is the parent's conversation. So A is the parent of B and C.
 Messages are compared in `canonical` form (calls/messages.py), because clients rewrite JSON.
 
 **Rewards** r(i) become final rewards R(i), from the last call to the first:
@@ -16,8 +16,8 @@ Messages are compared in `canonical` form (calls/messages.py), because clients r
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 if none)
 
 A call reads the answer that it continues, so B and C read A. With gamma = 0.5, three successive
-calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read,
-and which calls are side conversations (such as requests for a title), which get no reward.
+calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read.
+It also finds side conversations, such as a request for a title. They get no reward.
 
 **Rows.** In a row, a call is a **turn**. Style "individual" makes a row for each turn. Style
 "concat" makes a row for each leaf, from the leaf and the turns that led to it:
@@ -46,7 +46,7 @@ from inference.io_struct import ModelResponse
 
 # the fields that an export copies
 EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
-LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
+LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
 
 
 def finite(reward: Any, what: str = "reward") -> float:
@@ -90,10 +90,10 @@ class InteractionWithTokenLogpReward:
     parent: "InteractionWithTokenLogpReward | None" = None
     turn: int = 0  # 1 + the largest `turn` among the calls that it reads; 0 if it reads none
     digest: int = 0  # of all messages
-    # the calls whose answers it has read: its parent, and what a session adds
+    # the calls whose answers this call has read: its parent, and those that a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    # set by a session: the digest of the first message, those of all first messages that begin no
-    # side conversation, and the calls that the header x-pocket-areal-reads names
+    # set by a session: the digest of this call's first message, the digests of the first messages
+    # that begin no side conversation, and the calls that the header x-pocket-areal-reads names
     first_digest: int = 0
     agent_digests: set[int] = field(default_factory=set)
     named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
@@ -129,7 +129,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def completion(self) -> Any:
-        """Return the reply as an object of OpenAI's SDK, or None if it is Anthropic's."""
+        """Return the reply as an object of OpenAI's SDK, or None for Anthropic's protocol."""
         from openai.types import chat, responses  # slow to import
 
         kinds: Any = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
@@ -159,7 +159,7 @@ class InteractionWithTokenLogpReward:
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
     """Rebuild an interaction, with its final reward and its row. In `exported`, `parent` and
-    `reads` are ids, so the caller sets both (calls/client.py)."""
+    `reads` are ids. The caller sets both fields to the calls with these ids (calls/client.py)."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
@@ -244,9 +244,9 @@ class InteractionCache(dict[str, Interaction]):
     def apply_reward_discount(
         self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
     ) -> None:
-        """Replace every reward r(i) by the final R(i). A call passes its R to its parent. The calls
-        in `leads`, which lead to a reward, pass R to all calls that they read. Raises RuntimeError
-        the second time."""
+        """Replace every reward r(i) by the final R(i). Every call passes its R to its parent. The
+        calls in `leads`, which lead to a reward, also pass it to the other calls that they read.
+        Raises RuntimeError if the rewards are already final."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = check_discount(turn_discount)
@@ -272,9 +272,9 @@ class InteractionCache(dict[str, Interaction]):
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return one row for each leaf, a copy of the leaf. If rows share a turn, the first row trains
-    it. Let `first` be the first turn that a row trains: `row.parent` becomes the row that trains
-    `first.parent`, or None."""
+    """Return one row for each leaf: a copy of the leaf, whose `row_turns` are the row's turns. If
+    rows share a turn, the first row trains it. Let `first` be the first turn that a row trains.
+    Then `row.parent` is the row that trains `first.parent`, or None."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

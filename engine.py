@@ -134,7 +134,7 @@ class RemoteInfEngine:
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Ask for the next segment, first the group's preferred server, then the others."""
+        """Ask the group's preferred server for the next segment and, if it fails, the others."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -153,8 +153,8 @@ class RemoteInfEngine:
         """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # The id begins with the episode ("7-3" of call "7-3.1"), because the small server lets
-        # episodes take turns. A random suffix follows, because a server accepts each id once.
+        # The small server lets episodes take turns, so the id begins with the episode ("7-3" of
+        # call "7-3.1"). A random suffix follows, because a server accepts each id once.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)

@@ -2,11 +2,11 @@
 
     J = mean over trained tokens of   w min(u A, clip(u, 1 - eps, 1 + eps_higher) A)
 
-    u = pi_theta / pi_prox     how far this update has moved from the policy before the step
+    u = pi_theta / pi_prox     how far pi_theta has moved from the policy before the step
     w = pi_prox / pi_behav     how far that policy is from the one that sampled the token
 
-Standard PPO has one old policy instead of two: it clips around the policy that sampled. With stale
-data that policy is several versions old, so the clip would keep the new policy near an old one.
+Standard PPO has one old policy instead of two: it clips around the policy that sampled the data.
+If the data is stale, this policy is several versions old, so the clip keeps pi_theta close to it.
 Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead. The weight w,
 which has no gradient, corrects for sampling from pi_behav. Where data is fresh, pi_prox is
 pi_behav, w is 1, and J is the objective of standard PPO.

@@ -7,7 +7,7 @@ agent sends it as its API key. Paths marked (admin) need the admin key:
     POST /rl/start_session (admin)              {task_id}: start a session, which uses up a grant;
                                                 `sampling`: defaults of this session
     POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer a call;
-                                                x-pocket-areal-reads names other calls that it reads
+                                                x-pocket-areal-reads (header): other calls it reads
     GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
@@ -15,7 +15,7 @@ agent sends it as its API key. Paths marked (admin) need the admin key:
                                                 and forget the session
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
-How the proxy answers a second call, after the model has answered "hello" with "Hi!":
+Example: the model has answered "hello" with "Hi!", and the agent makes a second call:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
@@ -63,7 +63,7 @@ from inference.fields import make_named
 from inference.io_struct import CallParameters, EngineError, ModelRequest, ModelResponse, call_seed
 from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
 
-LONG = 2**14  # bytes of a session's bodies; fewer are tokenised in milliseconds
+LONG = 2**14  # bytes of a session's bodies; with fewer, a prompt is tokenised in milliseconds
 
 
 class ProxyAddress(NamedTuple):
@@ -88,7 +88,7 @@ class Proxy:
         CallParameters(**self.sampling)  # raises for an unknown field
         self.prompts = PromptBuilder(self.tokenizer)
         self.parser = find_parser(self.tool_call_parser)
-        self.sessions: dict[str, Session] = {}  # the open and the ended ones
+        self.sessions: dict[str, Session] = {}  # open and ended sessions
         self.capacity = 0  # unused grants
 
     # ---- start a session
@@ -186,7 +186,7 @@ class Proxy:
         session = turn.session
         chosen = self.sampling | session.sampling | turn.ask.sampling
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
-        # If an agent always sends seed 42, the members of its group must still differ.
+        # Even if an agent always sends seed 42, the members of a group must differ.
         if (seed := chosen.get("seed", self.seed)) is not None:
             chosen["seed"] = call_seed(seed, session.task_id, turn.number)
         gconfig = CallParameters(**chosen)

@@ -1,8 +1,8 @@
 """The staleness gate: how many prompt groups may start, and how old they can get.
 
 A group starts under one policy version, and a step consumes it at the same or a later one. The
-**lag** of a token is the version of its step minus the version that generated it. The **age** of a
-group is the lag of its oldest trained token, whose version is the group's `head_version`. eta
+**lag** of a token is the version of its step minus the version that sampled the token. The **age**
+of a group is the lag of its oldest trained token, whose version is the group's `head_version`. eta
 (`max_head_offpolicyness`) bounds the age; with eta = 0 training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places, and a group
@@ -14,7 +14,7 @@ since the run began:
                 accepted -> dropped, withdrawn   (give it back: too old, or fetched by id)
 
 The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
-consumed groups hold places, and at most B - 1 others, because with B others the trainer would not
+consumed groups hold places, and so do at most B - 1 unconsumed ones: with B, the trainer would not
 wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
@@ -26,9 +26,9 @@ would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group
   groups 1 to p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes group p, at version
   ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s, which inference/servers.py checks.
 - **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
-  with a lag above eta out of the loss, and drops a group whose tokens are all that old. A token of
-  the version f at which its group ends is never too old. *Proof:* number the groups in order of
-  finish. As above, p <= (eta + f + 1) B, so a step takes group p at version eta + f at the latest.
+  with a lag above eta out of the loss, and drops a group whose tokens are all that old. If a group
+  ends at version f, its tokens of version f are never too old. *Proof:* number the groups in order
+  of finish. As above, p <= (eta + f + 1) B for group p, so a step takes it by version eta + f.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.
 
 The bound holds if every step consumes B groups and versions never fall. If not, a group may be too
@@ -93,7 +93,7 @@ class StalenessManager:
         """Return whether a group may be consumed now. `head_version` is None if no token is
         trained.
 
-        Raises StalenessError if this version is newer than the policy's.
+        Raises StalenessError if `head_version` is newer than the policy.
         """
         age = 0 if head_version is None else self.version_provider.get_version() - head_version
         if age < 0:
@@ -136,8 +136,8 @@ class StalenessManager:
         self._stat.failed_members += count
 
     def on_version_recovered(self, version: int) -> None:
-        """Count the groups consumed before a restart. Otherwise the gate would admit too many
-        groups (AReaL #1388)."""
+        """Count the groups consumed before a restart as accepted. Otherwise the gate would admit
+        too many groups (AReaL #1388)."""
         self._stat.accepted = version * self.consumer_batch_size
 
     def _move(self, source: str, target: str) -> None:

@@ -73,7 +73,7 @@ def start_rollout(run: Run) -> None:
 
     # 1. The engine asks the inference servers for tokens, and gives them new weights.
     run.wait_until_ready()
-    named = run.call("hooks", run)  # callbacks may add some: {class path: its arguments}
+    named = run.call("hooks", run)  # callbacks may add hooks: {class path: its arguments}
     hooks = make_named(named)
     engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
     if rollout.server_addrs and config.mode == "train":
@@ -130,8 +130,8 @@ class PPOTrainer:
     ) -> None:
         """Train to the last step. All ranks call this.
 
-        `workflow` is an agent or a workflow in any form that `resolve_workflow` takes; it replaces
-        the configured one. Raises ConfigError if the run cannot work.
+        `workflow` is an agent or a workflow in any form that `resolve_workflow` takes. It replaces
+        the agent or workflow of the configuration. Raises ConfigError if the run cannot work.
         """
         with self.run as run:
             self.start(workflow, workflow_kwargs)
@@ -158,7 +158,7 @@ class PPOTrainer:
         self.meta = WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)
         run.actor.connect_engine(run.engine, self.meta)
         run.step = load_checkpoint(run.run_dir, run.actor, run.executor)
-        if run.step or config.rollout.server_addrs:  # the servers have other weights
+        if run.step or config.rollout.server_addrs:  # the servers may have other weights
             self.push(run.step)
         else:
             run.actor.written = 0  # the servers have this model, so pushes omit frozen weights
@@ -204,7 +204,7 @@ class PPOTrainer:
         clock.mark("train_s")
         metrics |= run.call("on_batch", batch)
 
-        # 6. Push the new weights into the servers, which go on with what they were generating.
+        # 6. Push the new weights to the servers, which then continue the interrupted generations.
         self.push(step)
         clock.mark("sync_s")
 
@@ -255,7 +255,7 @@ class Clock:
 
 
 def train_or_evaluate(run: Run) -> None:
-    """Train, or with mode=eval run the validation prompts and write eval.json."""
+    """Train or, with mode=eval, run the validation prompts and write eval.json."""
     if run.config.mode == "train":
         PPOTrainer(run.config, run).train()
         return

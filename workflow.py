@@ -196,7 +196,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], None] = lambda count: None  # gets how many members raised
+    on_failures: Callable[[int], None] = lambda count: None  # gets the number of failed members
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -230,7 +230,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 class AgentsClient(openai.DefaultAioHttpClient):
-    """All agents of an event loop share this HTTP client, so its `aclose` does nothing."""
+    """All agents of an event loop share this HTTP client. Its `aclose` does nothing, so no agent
+    can close the client for the others."""
 
     def __init__(self) -> None:
         limits = sdk_http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)

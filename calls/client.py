@@ -8,8 +8,8 @@
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
 After an exception in the block, the client asks the proxy to forget the session. Even if this
-request fails, the caller gets the original exception. No request is repeated, because after a lost
-connection the proxy and its sessions are gone.
+request fails, the caller gets the original exception. No request is repeated, because a lost
+connection means that the proxy and its sessions are gone.
 """
 
 import contextlib

@@ -8,9 +8,9 @@ the tree read:
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 **Three protocols.** A conversation is a list of items. An item is a message, whose content is a
-text or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or
-item becomes a small message, and the small messages of one reply are joined. Reasoning is dropped,
-except `reasoning_content`, which templates may read. Most other fields differ only in name.
+text or a list of blocks. In the Responses protocol, an item may also be a call or a result. Each
+block or item becomes a small message, and the small messages of one reply are joined. Reasoning is
+dropped, except `reasoning_content`, which templates may read. Other fields mostly differ in name.
 
 **Equal messages.** When a client sends earlier replies again, it may write null for "", parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
@@ -22,7 +22,7 @@ begins a new conversation.
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
-blocks become a placeholder, because a refusal would stop all later calls, which repeat them.
+blocks become a placeholder. Later calls repeat such a block, so a refusal would stop all of them.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ UNSUPPORTED = (
 ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
-# these values change nothing, and neither do null and empty ones
+# an unsupported parameter with such a value, or with an empty one, changes nothing
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
 # the protocols' names -> fields of CallParameters

@@ -14,9 +14,10 @@ SENTINEL, without end marks that the output already has. The answer is not rende
 template cannot strip its reasoning, and the whole conversation is one sequence to train on.
 
 Such a prompt is right only if the tail depends on nothing but the new messages. `PromptBuilder`
-tests this with a user's message, and with a tool's result, which some templates write into the
-call. If the first test fails, every prompt is rendered whole. If only the second fails, so is every
-prompt with new results. A turn with other tools than its parent is rendered whole, as a new row.
+tests this with a user's message, and with a tool's result, because some templates write results
+into calls. If the first test fails, every prompt is rendered whole. If only the second fails, only
+prompts with new results are. A turn with tools other than its parent's is rendered whole, as a new
+row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
 texts, such as one system message instead of two. If no form works, the call is refused.
@@ -63,12 +64,12 @@ class PromptBuilder:
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
-        # whether the parent's tokens are kept: if the new messages hold no tool's result, and if
-        # they hold one
+        # whether the parent's tokens are kept: before messages without a tool's result, and before
+        # messages with one
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """Say how messages like `new` are rendered. They follow the sampled tokens if the whole
+        """Say how messages like `new` are rendered. They follow the sampled tokens if the rendered
         conversation ends with the tail of `new`."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
@@ -89,7 +90,7 @@ class PromptBuilder:
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
             if self.splices and (self.splices_results or not has_results):
-                with suppress(Refusal):  # the template refuses stub and `new`, or drops a text
+                with suppress(Refusal):  # if the template refuses stub and `new`, or drops a text
                     return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(self._disarm(call.messages), variables))
 
@@ -148,8 +149,8 @@ class PromptBuilder:
 
     def _encode(self, text: str) -> list[int]:
         # Unless the tokenizer's settings were changed, we use its Rust part, which takes half the
-        # time of `encode` for a short text. `encode_batch_fast` computes no offsets, and exists
-        # only for batches.
+        # time of `encode` for a short text. `encode_batch_fast` computes no offsets. It takes only
+        # batches, so we pass a batch of one text.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -244,8 +245,8 @@ def read_text(
     opening: str = "",
     keep_special: bool = False,
 ) -> str:
-    """Return `opening`, which is in the prompt, and an answer's text up to its end mark or the
-    first stop string. Special tokens that calls/tools.py does not read are cut, unless
+    """Return an answer's text: `opening`, which is in the prompt, and the output up to its end mark
+    or the first stop string. Special tokens that calls/tools.py does not read are cut, unless
     `keep_special` is set."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]

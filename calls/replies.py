@@ -9,9 +9,10 @@ nothing or only comments. The columns show what `opening`, `progress` and `strea
     Responses         created | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
-All ids of a reply share a suffix <x>. In chatcmpl-<x> the ids of calls are call_<x>_0 and so on. In
-resp_<x> the items of calls are fc_<x>_0 and so on, and that of the text is msg_<x>. Only chat
-completions show the model's reasoning. By default the vendors hide it in the other two protocols.
+All ids of a reply share a suffix <x>. In the reply chatcmpl-<x>, the first call has the id
+call_<x>_0. In the reply resp_<x>, the item of the first call has the id fc_<x>_0, and the item of
+the text has the id msg_<x>. Only chat completions show the model's reasoning. By default the
+vendors hide it in the other two protocols.
 
 Clients are strict: role, index, usage and created_at must be present. No field may be null, except
 `content` beside tool calls. Anthropic's events need an `event:` line. Replies of the Responses

@@ -18,7 +18,8 @@ its new messages contain whole, and the calls named in its header x-pocket-areal
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Of
 calls with the same first message, either all are side conversations or none is. So a call with a
-child is not one. If every call of a session looks like a side conversation, none counts as one.
+child is not one, because the child has the same first message and a parent. If every call of a
+session looks like a side conversation, none counts as one.
 """
 
 import itertools
@@ -55,7 +56,7 @@ class Session:
     # For links and side conversations:
     # call that none continues -> its `needle`, and the needle's `longest_run`
     leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
-    # of the first messages that begin no side conversation
+    # the digests of first messages that begin no side conversation
     agent_digests: set[int] = field(default_factory=set)
 
     def check_open(self) -> None:
@@ -191,7 +192,8 @@ def stands(said: str, text: str) -> bool:
 
 
 def squeeze(text: str) -> str:
-    """Collapse blanks, drop empty lines and undo JSON escapes: agents wrap or quote answers."""
+    """Collapse blanks, drop empty lines and undo JSON escapes, because agents wrap or quote
+    answers."""
     lines = text.replace("\\n", "\n").replace('\\"', '"').splitlines()
     return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
 

@@ -36,7 +36,8 @@ Parser = Callable[[str, Tools], tuple[str, list[Json]]]
 
 
 def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield (begin, end, JSON) for each JSON value between marks. text[begin:end] has the marks."""
+    """Yield (begin, end, JSON) for each JSON value between marks. text[begin:end] includes the
+    marks."""
     at = 0
     last = text.rfind("</tool_call>")
     while begin := OPEN.search(text, at, last):
@@ -125,5 +126,4 @@ def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_c
 
 
 def find_parser(name: str | None) -> Parser:
-    """Return the named parser."""
     return split_calls if name in HERMES else import_name(name)

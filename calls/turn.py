@@ -79,8 +79,8 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # A cancelled task keeps its exception, which refers to this turn and so to the session,
-        # until someone reads the exception.
+        # Until someone reads its exception, a cancelled task keeps it. The exception refers to this
+        # turn, and so to the session.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return

@@ -1,9 +1,10 @@
 """Optional parts of a run. The core imports one only if a key or an option names it.
 
 The key `callbacks` names classes such as extras.doctor.Doctor. A run creates each with
-`Class(config)` and calls its methods on every rank, except for `hooks`. Every method is optional:
+`Class(config)` and calls its methods on every rank, but `hooks` only on rank 0. Every method is
+optional:
 
-    hooks(run)          on rank 0; may return hooks of the engine: {class path: its arguments}
+    hooks(run)          may return hooks of the engine: {class path: its arguments}
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
     on_step(metrics)    after the step's line is in metrics.jsonl

@@ -119,8 +119,8 @@ def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
     """DAPO: a turn that was cut at its token limit might have succeeded with more tokens. So such
-    turns are masked in batch["loss_mask"], and count in no loss and no baseline. If all are cut,
-    none is masked."""
+    turns are masked in batch["loss_mask"], and count in no loss and no baseline. If every trained
+    turn is cut, none is masked."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     kept = batch["loss_mask"].masked_fill(cut, 0)

@@ -81,7 +81,8 @@ def is_solved(lines: list[Record]) -> bool:
 
 
 def entropy_fall(lines: list[Record], config: Any) -> float:
-    """The lowest entropy of the first five lines / the highest of the last two; 0 if solved."""
+    """The lowest entropy of the first five lines, divided by the highest of the last two. 0 if the
+    task is solved."""
     before = min(m["entropy"] for m in lines[:5])
     after = max(m["entropy"] for m in lines[-2:])
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
@@ -201,7 +202,7 @@ RULES = (
         "truncated",
         5,
         lambda m, c: fraction(m, "truncated", "rows"),
-        0.75,  # in a healthy maze, up to half of a beginner's walks
+        0.75,  # in a healthy run of the maze, up to half of a beginner's walks are truncated
         "Three quarters of the rows end at the length limit, so the rewards judge unfinished "
         "answers. Raise gconfig.max_new_tokens, or find out why answers do not end (often because "
         "a stop token is missing).",
@@ -389,8 +390,8 @@ class Canary:
         return []
 
     def finish(self) -> dict[str, float]:
-        """Metrics of the last update, or {} if the new or earlier answer is missing. All ranks call
-        this."""
+        """Metrics of the last update, or {} if the new or the previous answer is missing. All ranks
+        call this."""
         now = share(self.read_answers)
         last, self.answers = self.answers, now or self.answers
         if not (now and self.scores):

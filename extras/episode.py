@@ -7,8 +7,8 @@ as training does, and prints the tree of calls. Each call stands under the call 
 and shows its token counts and final reward. `tasks.guess.WORKFLOW` needs no --data, because its
 module has a dataset.
 
-If one conversation appears as two trees, the agent's framework has rewritten earlier messages;
-docs/agents.md, "Two roots", says what to do.
+If one conversation appears as two trees, the agent's framework has rewritten earlier messages. The
+section "Two roots" of docs/agents.md says what to do.
 """
 
 import argparse

@@ -1,16 +1,17 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-A variant calls a `base` loss with changed arguments: GSPO changes ppo.py's ratio u, truncation its
-weight w. By default `base` is ppo.py's loss. Your own module can pass a variant instead, and so
-combine two:
+A variant calls a `base` loss with changed arguments. For example, `gspo` changes ppo.py's ratio u,
+and `truncate` its weight w. By default `base` is ppo.py's loss. Your own module can pass a
+variant instead, and so combine two:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
-Most variants solve one of two problems. The ratio of a single token is noisy, so `gspo` and
-`row_weight` take the ratio of a whole row. Server and trainer never agree exactly, so some tokens
-have a w far too large or too small. `icepop`, `truncate` and `reject` bound the effect of such
-tokens. Of these three, only `reject` also looks at whole rows. For example, if each of 100 tokens
-has w = 1.05, no token looks wrong, but pi_prox generates the row 131 times as often as pi_behav.
+Most variants solve one of two problems. First, the ratio of a single token is noisy, so `gspo` and
+`row_weight` take the ratio of a whole row. Second, server and trainer never agree exactly, so some
+tokens have a w far too large or too small. `icepop`, `truncate` and `reject` bound the effect of
+such tokens. Of these three, only `reject` also looks at whole rows. For example, if each of 100
+tokens has w = 1.05, no token looks wrong, but pi_prox generates the row 131 times as often as
+pi_behav.
 """
 
 import math
@@ -153,8 +154,8 @@ def truncate(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Truncated importance sampling: w is clamped to floor .. cap. The metric dropped_share
-    counts the clamped tokens."""
+    """Truncated importance sampling: w is clamped to floor .. cap. The metric dropped_share is the
+    share of clamped tokens."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     w = log_ratio(prox, old_logp, mask).exp()
@@ -175,7 +176,7 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Every token gets one weight of its row. The geometric mean of w (how="mean") stays near 1.
+    """All tokens of a row get the same weight. The geometric mean of w (how="mean") stays near 1.
     The product of all w (how="sum") is exact, but often far from 1 in a long row."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()

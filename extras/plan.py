@@ -7,8 +7,8 @@ the servers and their GPUs, as in a run; this file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
 each in float32. A frozen parameter takes 4 bytes, and a reference model adds 4 bytes per parameter.
-A step has three phases. Each frees its memory at its end, so only the largest phase counts. A
-server keeps the weights, and the keys and values of server.max_total_tokens tokens.
+A step has three phases (`step_bytes`). Each frees its memory at its end, so only the largest phase
+counts. A server keeps the weights, and the keys and values of server.max_total_tokens tokens.
 
 Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB with gradient checkpointing.
 The 16 bytes per parameter make 23.0, a step adds 4.6 and CUDA 3. Without checkpointing, a step adds
@@ -113,14 +113,14 @@ def step_bytes(
 ) -> int:
     """The bytes that a step needs beyond what a rank keeps.
 
-    V is the vocabulary, H the hidden size. A layer has P parameters. The embedding and the last
-    layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
+    V is the vocabulary's size, H the hidden size. A layer has P parameters. The embedding and the
+    last layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
     neither the embedding nor a last layer tied to it has a gradient.
     """
     b = number_bytes(actor)
     tokens = actor.mb_tokens
     frozen = actor.frozen_layers
-    layers = shape.num_hidden_layers - frozen  # that learn
+    layers = shape.num_hidden_layers - frozen  # trainable ones
     last, root, layer = split_parameters(shape, n)
     learning = root - last if frozen else root
     one = tokens * saved_bytes(shape, b, has_head_norms)

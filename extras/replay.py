@@ -151,7 +151,7 @@ class Schedule:
                 spans = [span for call in calls.values() for span in call["spans"]]
                 sound &= task < len(self.starts)  # tasks start in order
                 sound &= all(0 <= start <= v <= version for v in [version, *(v for v, *_ in spans)])
-            # The gate never admits more groups.
+            # By this version, the gate has admitted at most (eta + version + 1) B groups.
             admitted = sum(self.starts.get(task, 0) <= version for task in used)
             sound &= admitted <= (eta + version + 1) * batch_size
             if not sound:

@@ -12,8 +12,8 @@ made from the run's files, so even a crashed run can have a page:
     doctor.jsonl    the doctor's findings
 
 This module turns the files into one JSON object, which the script in report.html draws. A page must
-stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. Some rows of
-a group may be missing, but all rewards of these steps are shown.
+stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. So some rows
+of a group may be missing, but the rewards of all rows of these steps are shown.
 """
 
 import json
@@ -310,7 +310,7 @@ class Report(Trace):
         self.write_report()
 
     def write_report(self) -> None:
-        """Write the page. If this fails, print why; the run goes on."""
+        """Write the page. If this fails, print why; the run continues."""
         if self.is_rank_0:
             folder = self.path.parent
             try:

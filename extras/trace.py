@@ -26,7 +26,7 @@ PHASES = ("rollout_wait", "train", "sync")
 
 
 class Trace:
-    """Writes the trace while the run goes on. Times are microseconds since 1970.
+    """Writes the trace during the run. Times are microseconds since 1970.
 
     Each record overwrites the closing bracket and writes a new one, so a killed run leaves valid
     JSON. A run that continues keeps its earlier records.

@@ -28,8 +28,8 @@ class Refusal(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. As in JavaScript, 2.0 becomes 2, and an integer of more than
-    64 bits becomes a float."""
+    """Return the value of a JSON text. As in JavaScript, 2.0 becomes 2. An integer of more than 64
+    bits becomes a float."""
     value = orjson.loads(text)
     write_json(value, "JSON")  # refuses a value that is nested too deeply
     return _whole(value)

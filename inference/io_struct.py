@@ -11,9 +11,9 @@ id, its log-probability under the policy that sampled it, and that policy's vers
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
 Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
-reports only `weight_version`, the version at the end of the answer. If the finish reason has a
-status code, the request failed. If it has none, its type `abort` means that a pause interrupted the
-request.
+reports only `weight_version`, the version at the end of the answer. A finish reason with a status
+code means that the request failed. Without a status code, the type `abort` means that a pause
+interrupted the request.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With greedy decoding,
 top_p, top_k, a penalty or a grammar, the server samples from a different distribution, so training
@@ -40,8 +40,8 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 
 class EngineError(RuntimeError):
-    """A request failed. Status 400 means that the request is wrong and must not be repeated, and
-    502 that the answer cannot be read. Most other failures have 503."""
+    """A request failed. Status 400 means that the request is wrong and must not be repeated. Status
+    502 means that the answer cannot be read. Most other failures have status 503."""
 
     def __init__(self, message: str, status: int = 500, code: str = "") -> None:
         super().__init__(message)
@@ -157,8 +157,8 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of an episode's call: a hash of all three arguments. So the calls of other
-    episodes do not affect it."""
+    """Return the seed of an episode's call. It is a hash of the three arguments, so it does not
+    depend on the calls of other episodes."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

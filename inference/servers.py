@@ -5,10 +5,10 @@ All conversations of a prompt group go to one server, which computes the shared 
 request goes to the next one.
 
 A server may have been restarted with its first weights, or may have missed an update. So the
-versions of every answer are checked. No token may be newer than `trainer_version`. An update
-changes all servers before any continues. So no token may be older than `newest`, the newest version
-that this process knew when it sent the request. If the update to version 7 fails half way, the
-servers report "7-incomplete", which no engine accepts.
+versions of every answer are checked. No token may be newer than the trainer's version
+(`trainer_version`). An update changes all servers before any server continues. So no token may be
+older than `newest`, the newest version that this process knew when it sent the request. If the
+update to version 7 fails half way, the servers report "7-incomplete", which no engine accepts.
 """
 
 import asyncio

@@ -3,21 +3,21 @@
 In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. So this mode
 needs a shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and
 servers join an NCCL or gloo group, and the trainer broadcasts its tensors. This mode needs SGLang
->= 0.5.20.
+>= 0.5.20. An update to version 7 has these steps:
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
     label "7-incomplete"       from now on all engines refuse the servers' tokens
     disk or distributed        every server loads the weights and drops its old KV cache
     label "7"                  mode distributed; in mode disk, loading sets this label
-    set_version(7), resume     the gate admits new groups, and the servers go on
+    set_version(7), resume     the gate admits new groups, and the servers continue
 
-If an update fails half way, some servers have version 7 and some 6. Then the label "7-incomplete"
-stays, and the run ends. In mode disk, a folder gets its final name only when it is complete. In
-mode distributed, each update makes its own group, so a server may restart between updates. In NCCL,
-a rank that joins, broadcasts or leaves waits until all other ranks do the same. The servers do so
-when they get a request. So a thread sends this request while the trainer itself joins, broadcasts
-or leaves (`meanwhile`).
+If the update fails half way, some servers have version 7 and others version 6. Then the label
+"7-incomplete" stays, and the run ends. In mode disk, a folder gets its final name only when it is
+complete. In mode distributed, each update makes its own group, so a server may restart between
+updates. In NCCL, a rank that joins, broadcasts or leaves waits until all other ranks do the same. A
+server does so only when it gets a request. So a thread sends this request while the trainer itself
+joins, broadcasts or leaves (`meanwhile`).
 """
 
 import shutil
@@ -64,9 +64,9 @@ def named_buckets(
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
     If `learning`, yield only the trainable weights.
 
-    All ranks must take all buckets, because they gather each tensor together. Taking the next
+    All ranks must take all buckets, because the ranks gather each tensor together. Taking the next
     bucket empties the one before. In memory, transformers fuses the weights of experts under names
-    that servers would skip. So names and shapes are those of the checkpoint files.
+    that servers would skip. So the buckets have the names and shapes of the checkpoint files.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -165,7 +165,7 @@ def update_from_distributed(
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Make a request to all servers in a thread while the block runs. If both fail, raise the
-    request's error, because it may have caused the block's."""
+    request's error, because it may have caused the block's error."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:

@@ -21,7 +21,8 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class PerLoop:
-    """An object for each event loop. The first `get` makes it, and the loop's end closes it."""
+    """One object for each event loop. The first `get` in a loop makes the object, which is closed
+    when the loop ends."""
 
     def __init__(self, make: Callable[[], Any], close: Callable[[Any], Awaitable[None]]) -> None:
         self._make = make

@@ -46,9 +46,9 @@ class DispatchState:
     """All decisions, and the state that they depend on. A task is anything with a `task_id`."""
 
     gate: StalenessManager
-    head_version: Callable[[Any], int | None]  # oldest version of a result's trained tokens
+    head_version: Callable[[Any], int | None]  # oldest version among a result's trained tokens
     stale: str = "wait"  # wait, mask or drop
-    # for mask: leaves tokens older than a version out of the loss; None if no token is left
+    # for mask: leaves tokens older than a version out of the loss; returns None if none is left
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
     max_failures: int = 0  # 0 means max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None
@@ -241,7 +241,7 @@ class BatchTaskDispatcher:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` in the loop and wait for its result; Ctrl-C ends the wait.
 
-        After `fail` this raises its error, even if an episode blocks the loop.
+        After `fail(error)` this raises `error`, even if an episode blocks the loop.
         """
         if self.stopped.done():
             work.close()

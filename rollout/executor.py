@@ -7,7 +7,7 @@ version 0. The first call returns four of them and leaves four for the second ca
 A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
 When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). Then
 trajectory.py completes the group's tensors, and should_accept_fn may reject the group. Unless
-rollout.dump_to_file=false, the text of its rows goes to
+rollout.dump_to_file=false, the text of the group's rows goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
@@ -16,8 +16,8 @@ returns its group.
 
 **A restart** draws the samples again from the first, but skips closed positions. A position is
 closed if its sample was consumed, rejected, dropped or withdrawn. For example, if positions 0 to 7
-were drawn and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs 4 to
-7 again, and then 8.
+were drawn and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs
+positions 4 to 7 again, and continues with 8.
 
 `submit` and all dataloaders share one count of ids. So if a run calls `submit`, or uses two
 dataloaders, an id is no longer a position in the data, and a restart may skip the wrong samples.

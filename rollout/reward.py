@@ -1,6 +1,6 @@
 """Compute a finite reward without delaying other episodes.
 
-While a plain function ran in the episodes' shared event loop, every agent would wait. So
+A plain function in the episodes' shared event loop would make every agent wait. So
 AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. Time
 spent waiting for a free process does not count. A coroutine function runs in the loop.
 

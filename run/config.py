@@ -301,8 +301,8 @@ class TrainConfig(Keys):
 
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
-        """The sampling of an evaluation: gconfig with one episode per prompt, changed by
-        eval_gconfig."""
+        """The sampling of an evaluation: eval_gconfig on top of gconfig, and one episode per prompt
+        unless eval_gconfig has n_samples."""
         merged = self.gconfig.model_dump() | {"n_samples": 1} | self.eval_gconfig
         return GenerationHyperparameters.model_validate(merged)
 
@@ -389,7 +389,8 @@ def rename(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
-    """Return the configuration and the options of a command line. --help and --help-all exit.
+    """Return the configuration and the options of a command line. With --help or --help-all, the
+    program prints the help and exits.
 
     Raises ConfigError if a key is wrong.
     """

@@ -5,9 +5,9 @@ processes. A process ends by itself when its parent is gone, even if `kill -9` e
 keys are passed in the environment, which other users cannot read. Only SGLang gets its key on the
 command line.
 
-The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
-4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, the other 6 and 7. If there are
-too few GPUs, servers share GPUs with the ranks.
+The trainer's ranks take the first GPUs of the machine, and the servers take the last. For example,
+if 8 GPUs are given to 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, and the
+other gets 6 and 7. If there are too few GPUs, servers share GPUs with the ranks.
 
 If a server or the proxy dies, the run ends at once and prints the last lines of that process's log.
 """
@@ -35,8 +35,8 @@ from run.config import ROOT, ConfigError, ServerConfig, TrainConfig, has_bfloat1
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
-# Variables that a child does not inherit. A child of torchrun's rank 0 must not act as a rank, and
-# SGLang's memory pools refuse the allocator's expandable segments.
+# Variables that a child does not inherit. With torchrun's variables, a child of rank 0 would act as
+# a rank. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools refuse.
 DROPPED = re.compile(
     r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
@@ -175,8 +175,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        # By default SGLang serves float32 models in float16. Its logits are float32, because the
-        # trainer's are.
+        # By default SGLang would serve float32 models in float16. We make its logits float32,
+        # because the trainer's are.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
@@ -202,8 +202,8 @@ SGLANG_VARIABLES = {
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy for these servers. Start it when they answer. `hooks` is {class path: arguments} of
-    the engine's hooks, or {}."""
+    """The proxy for these servers. Start it when the servers answer. `hooks` is {class path:
+    arguments} of the engine's hooks, or {}."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.model_dump())]
     words += ["--hooks", json.dumps(hooks)]

@@ -1,7 +1,8 @@
 """Write metrics.jsonl and tokens/, and print one line per step.
 
 metrics.jsonl has one line per step (docs/observe.md). tokens/{step}.safetensors holds the batch of
-a step: every token with its version, its log-probabilities under three policies and its advantage.
+a step: every token with its version, its advantage, and its log-probabilities under pi_behav and
+pi_theta, and under pi_prox and pi_ref if the step computed them.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""The tasks that the recipes train on: data, an agent or workflow, a reward, and for some tasks a
-small base model.
+"""The tasks that the recipes train on. A task has data, an agent or workflow, a reward, and in some
+cases a small base model.
 
 Read guess.py first (the demo), then maze.py (long answers) and gsm8k.py (mathematics, for a GPU).
 base_model.py trains the small models of guess.py and maze.py. run/inputs.py lists the names that a

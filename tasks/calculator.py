@@ -12,15 +12,15 @@ and to answer "61". For that it must keep to the form, find the numbers and choo
 examples the model never makes a right call, so it has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone. A
-call without the right value earns little. Otherwise the model would settle on one operation before
-trying the others.
+call without the right value earns little. If it earned more, the model would settle on one
+operation before trying the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
     0.10  a complete call    0.6  the right value
     0.15  any operation      0.8  an answer with this value       1.0  this value alone
 
 **Held out.** The problems of the split "valid" use four templates of their own, and numbers that
-training never sees. So no answer in this split was learnt by heart.
+training never sees. So the model cannot have learnt an answer of this split by heart.
 """
 
 import ast
@@ -141,7 +141,7 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """Return the reward. A wrong value ends the episode: no model was seen to correct one."""
+        """Return the reward. A wrong value ends the episode: we never saw a model correct it."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []
@@ -218,7 +218,7 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
-    # Sort held-out problems by template, so that extras/before_after.py prints three kinds.
+    # Sort held-out problems by template, so that extras/before_after.py shows three templates.
     each = 1 if is_train else len(HELD_OUT)
     return [problem for k in range(each) for problem in problems[k::each]]
 

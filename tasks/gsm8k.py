@@ -111,7 +111,7 @@ class MathAgent:
     ) -> None:
         self.max_turns = max_turns
         self.discount = discount
-        self.timeout_seconds = timeout_seconds  # for a check; a slower one fails the episode
+        self.timeout_seconds = timeout_seconds  # for a check; a slower check fails the episode
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)

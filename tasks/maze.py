@@ -9,8 +9,8 @@ walk. A walk that goes through a wall or does not end at the home earns 0.
 
 **Why this task.** The lengths of answers vary by a factor of ten, and depend on the policy: a
 drunk's walk can reach the length limit, but the shortest way has only 54 moves on average. So new
-weights arrive while walks are unfinished. Generation takes about as long as training. With this
-task we measure interruptions, staleness, and how far generation and training overlap.
+weights arrive while walks are unfinished. Generation takes about as long as training. So we use
+this task to measure interruptions, staleness, and how far generation and training overlap.
 
 **The base model** imitates a drunk. The drunk's move is a step on the shortest way with probability
 0.4, and otherwise a step in a random open direction. The imitated walks are cut off after 64 moves.

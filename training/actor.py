@@ -65,8 +65,8 @@ LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """The learning rate at `step` (from 0) as a share of its peak. After a linear warm-up, this
-    share stays 1, or falls linearly to a tenth at max_steps."""
+    """The learning rate at `step`, counted from 0, as a share of its peak. After a linear warm-up,
+    this share stays 1, or falls linearly to a tenth at max_steps."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup

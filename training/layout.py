@@ -4,8 +4,8 @@ The rows are divided into pieces. A piece is the input of one pass. It also says
 predicts each trained token. In every layout a token gets the same log-probability as if its row
 went through the model alone. So layouts differ only in time and memory.
 
-    padded    rows of similar length are stacked, the shorter ones padded on the right. No token
-              attends to the padding after it, so no mask is needed.
+    padded    rows of similar length are stacked, and the shorter ones are padded on the right. No
+              token attends to the padding after it, so no mask is needed.
     tree      rows lie end to end in one long row, but a prefix that they share appears once
               (tree_attention.py).
     packed    a tree that shares nothing. A GPU kernel for bfloat16 keeps the rows apart.
@@ -13,10 +13,10 @@ went through the model alone. So layouts differ only in time and memory.
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
 hidden states. Packed, they have 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
 
-Packed rows need an attention function of their own (`packed_attention`). A kernel that ignores
-position_ids would let rows see each other without an error, and a dense mask for t tokens would
-need t^2 numbers. `packed_attention` computes only full attention, so models with sliding windows,
-convolutions or recurrent states get padded rows.
+Packed rows need an attention function of their own (`packed_attention`), because a kernel that
+ignores position_ids would let rows see each other without an error. A dense mask would prevent
+this, but it needs t^2 numbers for t tokens. `packed_attention` computes only full attention, so
+models with sliding windows, convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -43,7 +43,7 @@ UNUSUAL = re.compile("logit|^(lm_head|output)_multiplier$")
 class Piece(NamedTuple):
     """The input of one forward pass, and the N trained tokens that it predicts."""
 
-    inputs: dict[str, Any]  # the model's: input_ids (b, t), and what the attention needs
+    inputs: dict[str, Any]  # for the model: input_ids (b, t), and what the attention needs
     # (N,) each: the token's values in the batch, its row and column there, and the index (0 to
     # b * t - 1) of the hidden state that predicts it.
     tokens: Batch
@@ -73,8 +73,8 @@ def row_lengths(batch: Batch) -> list[int]:
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
     """Deal rows of these lengths out to n ranks in turn, the longest first. So the token counts of
-    two shares differ by at most the length of the longest row. No share is empty: fewer than n rows
-    give fewer shares."""
+    two ranks' shares differ by at most the length of the longest row. No share is empty: if there
+    are fewer than n rows, there are fewer shares."""
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [longest_first[k::n] for k in range(min(n, len(lengths)))]
 
@@ -83,8 +83,8 @@ def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
     """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
     If k kinds of prompts alternate in the batch, no kind prevails in a mini-batch, unless n and k
     have a common divisor above 1. A group stays together, because in a tree its rows share their
-    prompt. Without group_ids, each row is a group. No mini-batch is empty: fewer than n groups give
-    fewer mini-batches."""
+    prompt. Without group_ids, each row is a group. No mini-batch is empty: if there are fewer than
+    n groups, there are fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
     groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
     n = min(n, len(groups))

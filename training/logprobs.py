@@ -10,9 +10,9 @@ recomputes the logits. With hidden state h, last layer W, temperature tau and th
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096, the two passes take 289 MiB instead of 11,733 MiB (`python bench/loss.py`), but four
-matrix products instead of three. The formula for z is wrong for models that scale, cap or shift
-their logits, so training/layout.py refuses them.
+With N = 4,096, the two passes take 289 MiB instead of 11,733 MiB (`python bench/loss.py`), but they
+compute four matrix products instead of three. The formula for z is wrong for models that scale, cap
+or shift their logits, so training/layout.py refuses such models.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ class TokenLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += grad.t() @ h  # (V, c) @ (c, D)
             del log_p, grad  # before the next chunk needs memory
-        return grad_weight, torch.cat(grad_hidden), None, None  # autograd casts to their dtypes
+        return grad_weight, torch.cat(grad_hidden), None, None  # autograd casts to the input dtypes
 
 
 def token_logprobs(

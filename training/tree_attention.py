@@ -45,7 +45,7 @@ class PackedTree(NamedTuple):
 
     rows: list[int]  # sorted by their tokens
     states: Tensor  # (R, T) int64, each token's index in the tree
-    # The model's: input_ids and position_ids (the depths), (1, N) int64; subtree_end (N,) int64.
+    # For the model: input_ids and position_ids (the depths), (1, N) int64; subtree_end (N,) int64.
     # Packed rows use bounds (R + 1,) int32 (where each row begins and the last one ends) and
     # longest (the length of the longest row).
     inputs: dict[str, Any]
@@ -78,7 +78,7 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)
-    # A row's token in a column is the one that was added there last.
+    # A row's token in a column is the one that was last added in this column.
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
     # A token's subtree ends where the first later row without this token begins.

@@ -3,8 +3,8 @@
 A step copies its inputs to the GPU, starts kernels, and waits once, for the drawn tokens
 (sampling.py). A decode of a model with 1.5B parameters needs about a thousand kernels, and most of
 them are small. So the CPU takes longer to start them than the GPU takes to compute them. A CUDA
-graph avoids this: it is a list of kernels that is captured once and starts as one. A replay repeats
-the same kernels at the same addresses, which has these consequences:
+graph avoids this delay. It is a list of kernels that is captured once, and then replayed with one
+start. A replay repeats the same kernels at the same addresses, which has these consequences:
 
 - What changes from step to step lies in one tensor, which is filled anew before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.

@@ -8,7 +8,7 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
 
 After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v; Qwen3 applies norm
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
-microsecond, whatever its size. So q, k and v come from one product, gate and up from another.
+microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
 and the next turn of a conversation differ only in the number of these tokens.
@@ -21,8 +21,8 @@ the matrices' shapes, and two kernels can add in different orders. Four rules ke
 Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`, `attend`). A
 prompt's tokens are padded to a multiple of 8. `key_length` rounds up the number of keys.
 
-*bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
-CPU, keys that all rows share are then read only once (`attend_apart`).
+*bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. In
+bfloat16 on a CPU, keys that all rows share are read once for all of them (`attend_apart`).
 """
 
 import json

@@ -80,7 +80,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
-    """Zero the weights (vocab,) that top_p or top_k excludes. The largest always stays."""
+    """Zero the weights (vocab,) that top_p or top_k excludes. The largest weight always stays."""
     ranked, order = weights.sort(descending=True)
     excluded = ranked.cumsum(0) - ranked >= (top_p if top_p < 1 else torch.inf)
     excluded[0] = False

@@ -2,7 +2,7 @@
 
 Each request becomes a sequence. It waits in the queue of its session, and runs in a *slot*, one row
 of the cache of keys and values. It ends exactly once, with reason stop, length or abort. A step
-feeds tokens to running sequences. When a sequence's last token has been fed, it gets a new one. In
+feeds tokens to running sequences. A sequence whose last token has been fed gets a new token. In
 this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
@@ -12,14 +12,14 @@ this example A and B begin with the same 40 tokens, and C is a long prompt of an
     A ends            slots B C (A)   B moves to slot 0; slot 2 keeps A's keys for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
-cache. A cache of 16,384 tokens holds 85 slots of 192 tokens or 32 of 512 tokens. When a sequence
+cache. A cache of 16,384 tokens has room for 85 slots of 192 tokens or 32 of 512. When a sequence
 outgrows its slot, all slots become longer and fewer. A sequence that loses its slot goes back to
 its queue, and its keys are computed again later. To avoid this, slots grow only when needed.
 
 *Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting session gives up a slot. A
 sequence that does not fit beside the running ones waits, and so do those behind it in its queue.
-Sessions that run fewer than its own may always overtake it, but others only for PATIENCE steps.
+Others may overtake it for PATIENCE steps, and later only sessions that run fewer than its session.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all running sequences back to their queues.
@@ -55,7 +55,7 @@ class Scheduler:
         self.version = version
         self.decode = decode  # tokens to text, to be searched for stop strings
         self.paused = False
-        # by session; the one served last is at the end
+        # by session; the most recently served session is at the end
         self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
         self.length, slots = model.resize(1)  # tokens of a slot, number of slots
         self.slots = [NOBODY] * slots  # who used each slot last
@@ -158,7 +158,7 @@ class Scheduler:
     # Who has a slot
 
     def _admit(self) -> None:
-        """Start waiting sequences; sessions that run the fewest come first."""
+        """Start waiting sequences; sessions that run the fewest sequences come first."""
         if self.queues:
             self._make_room()
         is_progress = True
@@ -181,7 +181,7 @@ class Scheduler:
         if other in self.running and other.cached < most:
             return False
 
-        # Take the idle slot with the longest common prefix, and of equals the least recently used.
+        # Take the idle slot with the longest common prefix; among equals, the least recently used.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
         for slot, last in enumerate(self.slots[self.n :], self.n):
@@ -189,7 +189,7 @@ class Scheduler:
             found.append((cached if cached >= self.least_shared else 0, -last.used, slot))
         cached, _, slot = max(found, key=lambda choice: choice[:2])
 
-        # A running sequence may share more.
+        # A running sequence may share a longer prefix.
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
         most, computed = max(pairs, default=(0, 0))
         if most >= cached + self.least_shared:
@@ -221,7 +221,7 @@ class Scheduler:
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # How many the other sessions can give up, if each still runs one more than this session.
+        # How many the other sessions can give up, so that each still runs one more than this one.
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
         # The only slot of a full cache goes to a much shorter sequence.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
@@ -246,8 +246,8 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _send_back(self) -> None:
-        """Send a sequence back to the head of its queue. The session that runs the most gives up
-        the one that is cheapest to compute again. The keys stay in an idle slot."""
+        """Send a sequence back to the head of its queue. The session that runs the most sequences
+        gives up the one that is cheapest to compute again. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]

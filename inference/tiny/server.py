@@ -15,9 +15,10 @@ that the server could not complete.
 In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, its sampling_params
 and the weights. In bfloat16 or on a GPU, they also depend on other requests, which change the
 rounding. New weights replace the old ones between two steps, and unfinished requests continue with
-them. If a client hangs up, its request continues, so /abort_request has to end it. Not supported:
-streaming, prompts as text, several prompts in one request, logprobs of prompts, grammars, LoRA,
-mixtures of experts, the pause mode in_place, and new weights through a process group.
+the new ones. If a client hangs up, its request continues, so /abort_request has to end it. Not
+supported: streaming, prompts as text, several prompts in one request, logprobs of prompts,
+grammars, LoRA, mixtures of experts, the pause mode in_place, and new weights through a process
+group.
 """
 
 import argparse
