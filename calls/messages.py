@@ -8,9 +8,9 @@ the tree read:
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 **Three protocols.** A conversation is a list of items. An item is a message, whose content is a
-text or a list of blocks. In the Responses protocol, an item may also be a call or a result. Each
-block or item becomes a small message, and the small messages of one reply are joined. Reasoning is
-dropped, except `reasoning_content`, which templates may read. Other fields mostly differ in name.
+text or a list of blocks. Items of the Responses protocol can be calls or results, too. Each block
+or item becomes a small message, and the small messages of a reply are joined. Reasoning is dropped,
+except `reasoning_content`, which templates may read. Most other fields differ only in name.
 
 **Equal messages.** When a client sends earlier replies again, it may write null for "", parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:

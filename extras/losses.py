@@ -1,8 +1,8 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
 A variant calls a `base` loss with changed arguments. For example, `gspo` changes ppo.py's ratio u,
-and `truncate` its weight w. By default `base` is ppo.py's loss. Your own module can pass a
-variant instead, and so combine two:
+and `truncate` its weight w. By default `base` is ppo.py's loss. Your own module can pass a variant
+instead, and so combine two:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
