@@ -19,17 +19,17 @@ A call reads the answer that it continues, so B and C read A. With gamma = 0.5, 
 calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read.
 It also finds side conversations, such as a request for a title. They get no reward.
 
-**Rows.** In a row, a call is a **turn**. Style "individual" makes a row for each turn. Style
-"concat" makes a row for each leaf, from the leaf and the turns that led to it:
+**Rows.** In a row, a call is a **turn**. Style "individual" gives every turn a row of its own, and
+"concat" gives every leaf a row with the turns that led to it:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
     versions    -1 -1 -1  3  3 -1 -1  4  4  4
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
-A turn joins its parent's row only if its prompt begins with exactly the tokens of the parent's
-prompt and answer. A sampled token is trained once, even if several leaves share it. It gets the
-final reward of its own turn.
+A turn joins its parent's row only if its prompt begins with the parent's prompt and answer, token
+for token. A sampled token that several leaves share is trained once, with the final reward of its
+own turn.
 """
 
 import copy

@@ -14,10 +14,10 @@ pi_behav, w is 1, and J is the objective of standard PPO.
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but still counts in the mean. So
-the variance is limited, but the gradient is biased. A clipped token has no gradient, but the
-gradients of other tokens can still move its u. For A < 0 the minimum in J has no lower bound. With
-`c_clip` (dual clip) it is at least c_clip A.
+A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but counts in the mean: this
+limits the variance, and biases the gradient. A clipped token has no gradient, though other tokens
+can still move its u. For A < 0 the minimum in J has no lower bound, unless `c_clip` (dual clip)
+holds it at c_clip A or above.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
 those of its cell: a group's turns with the same number, such as all second turns. All tokens of a

@@ -28,10 +28,11 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
 4. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
    the reply.
 
-An agent's parameters override its session's, which override the proxy's. If a turn used top_p or a
-penalty, training cannot reproduce its probabilities, so the loss leaves the turn out. The agent's
-mistakes get a 4xx status, but never 409 or 429, because SDKs retry those. 502 and 503 mean that the
-servers failed, even after retries. A call during a weight update waits.
+**Sampling.** An agent's parameters override its session's, which override the proxy's. A turn that
+used top_p or a penalty is left out of the loss, because training cannot reproduce its
+probabilities. **Errors.** The agent's mistakes get a 4xx status, but never 409 or 429, which SDKs
+would retry; 502 and 503 mean that the servers failed even after our retries. A call during a weight
+update waits.
 """
 
 import argparse

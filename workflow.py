@@ -1,8 +1,8 @@
-"""A workflow defines what one episode does, and what it returns.
+"""A workflow turns one sample of the dataset into rows to train on.
 
-An **episode** is one run of `arun_episode(engine, data)`: it turns one sample of the dataset into
-rows to train on. An episode returns a dict of tensors (rollout/trajectory.py), a dict of an agent's
-calls (cache.py), or None, which rejects the episode. An episode that raises has failed.
+An **episode** is one run of its `arun_episode(engine, data)`. An episode returns a dict of tensors
+(rollout/trajectory.py), a dict of an agent's calls (cache.py), or None, which rejects the episode.
+An episode that raises has failed.
 
     RLVRWorkflow            one prompt, one answer, and a function that computes its reward
     MultiTurnWorkflow       one prompt, and new answers until one has a positive reward

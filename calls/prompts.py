@@ -68,7 +68,7 @@ class PromptBuilder:
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """Say how messages like `new` are rendered. They follow the sampled tokens if the rendered
+        """Return a phrase that says how messages like `new` are rendered: SPLICED if the rendered
         conversation ends with the tail of `new`."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})

@@ -148,7 +148,7 @@ class Session:
 
 
 def unread(calls: list[Interaction]) -> list[Interaction]:
-    """Return the calls that none of the others has read, directly or through other calls."""
+    """Return those of `calls` that no other of them has read, even indirectly."""
     above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
     return [x for x in dict.fromkeys(calls) if x not in above]
 

@@ -14,8 +14,8 @@ this task to measure interruptions, staleness, and how far generation and traini
 
 **The base model** imitates a drunk. The drunk's move is a step on the shortest way with probability
 0.4, and otherwise a step in a random open direction. The imitated walks are cut off after 64 moves.
-A policy that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. A higher
-SPL is due to reinforcement learning.
+A policy that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. Anything
+above was learnt by reinforcement.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.

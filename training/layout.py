@@ -81,8 +81,8 @@ def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
     """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
-    If k kinds of prompts alternate in the batch, no kind prevails in a mini-batch, unless n and k
-    have a common divisor above 1. A group stays together, because in a tree its rows share their
+    If the batch alternates between k kinds of prompts, each mini-batch has all of them, as long as
+    n and k have no common divisor. A group stays together, because in a tree its rows share their
     prompt. Without group_ids, each row is a group. No mini-batch is empty: if there are fewer than
     n groups, there are fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)

@@ -333,7 +333,7 @@ class Model:
 
     def fit(self, longest: int) -> tuple[int, int]:
         """Return the length of a slot that holds `longest` tokens, and the number of such slots.
-        Because of `key_length`, the length is 64, 128, 192, 640 or a multiple of 512."""
+        The length is 64, 128, 192, 640 or a multiple of 512 (`key_length` says why)."""
         length = min(key_length(round_up_a_little(longest, 64)), self.positions)
         return length, min(self.most_slots, self.positions // length)
 

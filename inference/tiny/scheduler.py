@@ -126,7 +126,7 @@ class Scheduler:
         return True
 
     def _choose(self) -> tuple[int, int, int]:
-        """Return the step's first slot, the slot after its last, and the token limit per slot.
+        """Return the step's first slot, the slot after its last, and how many tokens each may feed.
 
         Prompts come before decodes. But a decode follows each piece of a long prompt, and each
         prompt whose answer ended with its first token. Otherwise running sequences would get no
