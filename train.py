@@ -21,9 +21,9 @@ eta = 1 (max_head_offpolicyness), a trained token is at most one version old:
 
 Step 2 trains version 1 on groups that started at version 0, so the groups have age 1. With eta = 0
 the gate would admit groups 3 and 4 only after the push of version 1, so training would be
-synchronous. (Versions count from 0 and steps from 1: step s takes a batch at version s - 1 and makes
-version s.) A push interrupts running generations. They continue under the new weights, and each
-token keeps the version that sampled it.
+synchronous. (Versions count from 0 and steps from 1: step s takes a batch at version s - 1, and
+makes version s.) A push interrupts running generations. They continue under the new weights, and
+each token keeps the version that sampled it.
 
 Under torchrun all ranks train on the same batch and share the work (training/actor.py). Only rank 0
 runs rollouts.
