@@ -138,7 +138,8 @@ class PPOTrainer:
             for step in range(run.step + 1, run.last_step + 1):
                 self.train_step(step)
                 run.step = step
-            print(f"{run.step} steps; everything is in {run.run_dir}", flush=True)
+            if run.rank == 0:
+                print(f"{run.step} steps; everything is in {run.run_dir}", flush=True)
 
     def start(self, workflow: Any, workflow_kwargs: dict[str, Any] | None) -> None:
         """Start every part, and restore the newest checkpoint if there is one."""

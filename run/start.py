@@ -225,8 +225,11 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
         if run.config.mode == "train" and run.config.recover_interval:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
+    number = code if isinstance(code, int) else 1
+    if run.rank > 0:  # if Python ended while a thread of gloo holds a tensor, it would abort
+        os._exit(number)
     # Before it exits, Python waits for all threads. An agent's thread may hang, so an alarm ends
     # the process after ten seconds.
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(code if isinstance(code, int) else 1))
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(number))
     signal.alarm(10)
     return code
