@@ -183,8 +183,8 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
     raise_open_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide how children end
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for caught in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(caught, lambda number, _: sys.exit(128 + number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
     # By default oneDNN keeps code for 1,024 shapes: .7 GB for a model of 135M parameters.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
@@ -225,11 +225,11 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
         if run.config.mode == "train" and run.config.recover_interval:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
-    number = code if isinstance(code, int) else 1
-    if run.rank > 0:  # if Python ended while a thread of gloo holds a tensor, it would abort
-        os._exit(number)
+    status = code if isinstance(code, int) else 1
+    if run.rank > 0:  # if a thread of gloo held a tensor while Python ended, the rank would abort
+        os._exit(status)
     # Before it exits, Python waits for all threads. An agent's thread may hang, so an alarm ends
     # the process after ten seconds.
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(number))
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
     signal.alarm(10)
     return code

@@ -3,11 +3,9 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runs
@@ -15,7 +13,7 @@ from conftest import rest_of
 from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
 
 from run.config import ConfigError, load
-from run.start import Run, begin, revision
+from run.start import Run, revision
 
 
 @pytest.fixture
@@ -76,13 +74,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run])
 
 
 def test_a_run_that_was_started_with_sigchld_ignored() -> None:
-    """Some shells and services start it so. The run sees the exit codes of its children all the
-    same."""
-    run: Any = lambda *_, **__: subprocess.run([sys.executable, "-c", "exit(3)"])  # noqa: E731
-    if not (child := os.fork()):  # this process keeps its handlers
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        os._exit(begin([], run).returncode)  # type: ignore[attr-defined]
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    """Some shells and services start their programs so. A run sees the exit codes of its children
+    all the same."""
+    code = "import signal, subprocess, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    code += "from run.start import begin; child = sys.executable, '-c', 'exit(3)'\n"
+    code += "sys.exit(begin([], lambda *_, **__: subprocess.run(child)).returncode)"
+    finish([sys.executable, "-c", code], code=3)
 
 
 @pytest.mark.parametrize(

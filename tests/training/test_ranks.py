@@ -311,4 +311,4 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[1]](*map(Path, sys.argv[2:]))
-    os._exit(0)  # if Python ended while a thread of gloo held a tensor, it would abort
+    os._exit(0)  # if a thread of gloo held a tensor while Python ended, the rank would abort
