@@ -112,9 +112,9 @@ def read_answer(
 
 
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
-    """Return the first words of a forced call, such as
-    '<tool_call>\\n{"name": "f", "arguments": ', or "" if no call is forced. If the model may choose
-    among several tools, it writes the name. `begun` is <think> if the prompt ends with it."""
+    """Return the first words of a forced call, or "" if no call is forced. The words are
+    '<tool_call>\\n{"name": "f", "arguments": '. If the model may choose among several tools, the
+    words end before the name. `begun` is <think> if the prompt ends with it."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:

@@ -81,8 +81,8 @@ def is_solved(lines: list[Record]) -> bool:
 
 
 def entropy_fall(lines: list[Record], config: Any) -> float:
-    """The lowest entropy of the first five lines, divided by the highest of the last two. 0 if the
-    task is solved."""
+    """Return the lowest entropy of the first five lines, divided by the highest of the last two, or
+    0 if the task is solved."""
     before = min(m["entropy"] for m in lines[:5])
     after = max(m["entropy"] for m in lines[-2:])
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)

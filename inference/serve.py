@@ -1,10 +1,10 @@
 """Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default. It needs a key to bind an address that others can reach. To end with its
-parent, the server checks every half second whether its parent's id has changed. A pipe that closes
-when the parent ends would not work, because children that an agent forks would inherit the pipe and
-keep it open.
+binds 127.0.0.1 by default. Without a key, it refuses an address that other machines can reach. To
+end with its parent, the server checks every half second whether its parent's id has changed. A pipe
+that closes when the parent ends would not work, because children that an agent forks would inherit
+the pipe and keep it open.
 """
 
 import gc

@@ -448,8 +448,8 @@ def has_bfloat16() -> bool:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return a copy in which this machine's values replace actor.dtype=auto and threads=0. Raises
-    ConfigError if keys contradict each other."""
+    """Return a copy in which actor.dtype=auto and threads=0 have become this machine's values.
+    Raises ConfigError if keys contradict each other."""
     config = type(config).model_validate(
         config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps any objects
     )

@@ -164,7 +164,7 @@ class Session:
 
 
 def connections(transport: Any) -> tuple[int, int]:
-    """How many connections of an SDK's aiohttp transport belong to a request, and how many are
+    """Return how many connections of an SDK's aiohttp transport a request uses, and how many are
     idle."""
     connector = transport.client.connector
     return len(connector._acquired), sum(map(len, connector._conns.values()))

@@ -310,9 +310,9 @@ def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> No
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
-    """A call that asks two sub-agents at once gets the mean of both, as with branches. A short
-    report is found only on lines of its own, and a long report also as JSON. A call that looks like
-    a request for a title is none if its answer is read."""
+    """A call that asks two sub-agents at once gets the mean of their rewards, as a call with two
+    branches does. A short report is found only on lines of its own, and a long report also as JSON.
+    A call that looks like a request for a title is no side conversation if its answer is read."""
     title = turn([user("Write a title and a report")], f"<summary>{REPORT}</summary>")
     calls = turn([user("q")], ASKS), title, turn([user("t")], "3")
     session = session_of(*calls, turn([user("q"), ASKS, *RESULTS]))

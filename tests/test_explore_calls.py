@@ -80,5 +80,6 @@ def test_a_planted_error_of_a_call_is_found_by_name(
 
 @pytest.mark.parametrize(("module", "line"), [error[2:4] for error in MUTANTS])
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
-    """So the slow tests above can plant their errors."""
+    """The text that a planted error replaces occurs once in its module, so the slow tests above can
+    plant it."""
     assert inspect.getsource(module).count(line) == 1

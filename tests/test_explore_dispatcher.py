@@ -41,7 +41,7 @@ def test_every_order_of_events_keeps_every_property(mode: str, bounds: Bounds) -
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bounds", dispatcher.FAR, ids=str)
 def test_random_walks_far_beyond_the_bounds_keep_every_property(mode: str, bounds: Bounds) -> None:
-    """They have many groups and versions. If few are rejected, many become old."""
+    """The walks have many groups and versions. If few groups are rejected, many become old."""
     states = walk(DispatchMachine(mode, bounds), 0, 1000)
     assert len(states) > 50
     if bounds.rejections < 10**6:

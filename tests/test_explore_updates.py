@@ -25,7 +25,7 @@ def test_every_order_of_events_keeps_every_property(bounds: UpdateBounds) -> Non
 
 @pytest.mark.parametrize("bounds", updates.FAR, ids=str)
 def test_random_walks_far_beyond_the_bounds_keep_every_property(bounds: UpdateBounds) -> None:
-    """They have three servers and four updates."""
+    """The walks have three servers and four updates."""
     assert len(walk(UpdateMachine(bounds), 0, 100)) > 50
 
 

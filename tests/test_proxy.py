@@ -407,8 +407,8 @@ async def test_a_session_has_a_bound(
 
 
 async def test_an_export_is_written_and_forgotten_row_by_row(start: Start) -> None:
-    """So a large export does not hold up other requests, and never has all rows and all their JSON
-    in memory. The session itself is freed at once, without the garbage collector."""
+    """A large export does not hold up other requests, and never has all rows and all their JSON in
+    memory. The session itself is freed at once, without the garbage collector."""
     harness = start()
     session = await harness.start()
     ids = [(await harness.chat(session, HELLO))["id"] for _ in range(3)]
@@ -476,7 +476,7 @@ async def test_no_work_after_the_end(start: Start, discard: bool) -> None:
 def test_a_proxy_that_cannot_start_says_why(
     option: str, value: str, message: str, tiny_model_dir: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints one line, and exits with code 2."""
+    """The proxy prints one line, and exits with code 2."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         arguments = {"--server": "http://127.0.0.1:9", "--port": "0"}
         arguments |= {"--model-path": str(tiny_model_dir), "--admin-key": "secret"}

@@ -83,7 +83,7 @@ async def exact(prompt: str, completion: str, *ids: list, answer: str, **data: A
 
 
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """Its generated tokens have the temperature of the request, and the reward."""
+    """The sampled tokens have the temperature of the request, and the reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     gconfig = GenerationHyperparameters(temperature=0.5, n_samples=4)
     workflow: Any = RLVRWorkflow(exact, gconfig, tiny_tokenizer)
@@ -232,7 +232,8 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
 
 
 def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
-    """Each is passed if the class's __init__ takes it and workflow_kwargs does not give it."""
+    """The class gets `gconfig` or `tokenizer` if its __init__ takes it and workflow_kwargs does not
+    give it."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
     for reward_fn in (exact, f"{__name__}.exact"):
         made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": reward_fn}, defaults=defaults)
@@ -330,7 +331,8 @@ async def test_a_full_context_ends_the_conversation(
 
 
 def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> None:
-    """Its earlier turns would not be the tokens that were sampled."""
+    """With such a template, earlier turns in the prompt would not be the tokens that were
+    sampled."""
     rewriting = copy.deepcopy(tiny_tokenizer)
     rewriting.chat_template = "{{ messages | length }} messages: {{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="renders history anew"):

@@ -62,7 +62,7 @@ LAYER = {  # matrix of a layer: the folder's weights that it joins
 }
 
 FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
-PREFILL = 512  # rows of a prefill in other cases: large products of bfloat16 are twice as fast
+PREFILL = 512  # rows of a prefill in other cases, in which no bits are promised
 WORTH = 64  # fewer shared keys are not worth a separate attention
 
 

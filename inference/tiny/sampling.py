@@ -1,8 +1,8 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
 Every draw uses one random number, a hash of the request's seed and the token's position, so it does
-not depend on the other requests in the batch. If a request is aborted, and sent again with
-its seed and partial output, its next tokens get the same numbers as without the abort.
+not depend on the other requests in the batch. If a request is aborted, and sent again with its seed
+and partial output, its next tokens get the same numbers as without the abort.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
 trainer applies none of these three, so it leaves out tokens that were sampled with one of them

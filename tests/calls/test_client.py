@@ -52,7 +52,7 @@ async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -
 
 
 async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """Its interactions are exported once, with their rewards and parents."""
+    """The interactions of a session are exported once, with their rewards and parents."""
     async with client:
         first, second = await talk(http, client, 2)
         await client.set_last_reward(1)
@@ -144,7 +144,7 @@ async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> N
 
 
 async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
-    """It raises the SDK's error, and the next call gets the reward."""
+    """A call that fails raises the SDK's error, and the next call gets the reward."""
     client, engine = direct()
     with pytest.raises(openai.BadRequestError, match="messages"):
         await client.chat.completions.create(model="m", messages=[])

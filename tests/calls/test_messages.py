@@ -326,7 +326,7 @@ def test_tools_are_one_form() -> None:
     ],
 )
 def test_tool_choice_is_one_word(choice: Any, meaning: str) -> None:
-    """It becomes auto, none, required or a tool's name."""
+    """The tool_choice of every protocol becomes auto, none, required or a tool's name."""
     assert ask(tools=[TOOL], tool_choice=choice).tool_choice == meaning
 
 
@@ -463,7 +463,8 @@ FIND = {"resp_ab": FINISHED, "resp_cd": Interaction(HELLO)}.get
 
 
 def test_a_previous_response_is_put_in() -> None:
-    """Its conversation comes before the new messages. New instructions replace the old ones."""
+    """The conversation of the response comes before the new messages. New instructions replace the
+    old ones."""
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
     history = [*FINISHED.conversation, TALK[-1]]
     assert ask("responses", FIND, **body).messages == history

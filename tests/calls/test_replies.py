@@ -161,7 +161,7 @@ def test_a_stream_is_the_whole_reply(
 
 @given(st.sampled_from(NAMES), MESSAGES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, message: dict[str, Any]) -> None:
-    """This holds in every protocol."""
+    """In every protocol, a client that sends a reply back sends the message that the tree keeps."""
     assert canonical(sent_back(name, whole(name, message))) == canonical(message)
 
 

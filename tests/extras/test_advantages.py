@@ -48,7 +48,8 @@ def recursion(rewards: list[float], gamma_lambda: float) -> list[float]:
 
 @pytest.mark.parametrize("gamma_lambda", [0.72, 0.5, 0.0, 1.0])
 def test_gae_is_the_recursion_over_a_turns_trained_tokens(gamma_lambda):
-    """It skips prompts and untrained turns, and does not go on from one turn into the next."""
+    """The recursion skips prompts and untrained turns, and does not go on from one turn into the
+    next."""
     first = [(1.5, 3, True), (9.0, 4, False), (-2.0, 2, True)]
     batch = make_batch((0, first), (1, [(3.0, 4, True)]))
     A = gae(batch, gamma_lambda=gamma_lambda, **PLAIN)
@@ -79,8 +80,8 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
 
 
 def test_k3_counts_as_at_most_10():
-    """So one token cannot invert an advantage: at log (pi / pi_ref) = -8 and weight .001, a return
-    of 1 falls by .01."""
+    """With this limit no token can invert an advantage: at log (pi / pi_ref) = -8 and weight .001,
+    a return of 1 falls by .01."""
     x = torch.tensor([-500.0, -8.0, -2.7, -2.5, 0.0, 2.0, 500.0])
     slow = [min(math.exp(-max(d, -20)) - 1 + d, 10) for d in x.tolist()]
     assert slow.count(10) == 4

@@ -203,7 +203,7 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
 
 
 def test_a_stop_string_ends_the_output(server: Server) -> None:
-    """Its tokens stay in the ids."""
+    """The ids of the answer include the tokens of the stop string."""
     whole = outputs(server.generate(16, temperature=0.0))[0]
     decode = AutoTokenizer.from_pretrained(server.model_path).decode
     stop = next(c for c in decode(whole) if c.isascii() and c.isprintable())
@@ -402,7 +402,8 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other) -> 
 
 
 def test_a_new_run_takes_over_what_a_killed_run_left(server: Server) -> None:
-    """It ends an open update, lets the server go on, and gives it a readable version."""
+    """The new run ends an open update, lets the server continue, and gives it a readable
+    version."""
     version = server.version()
     if server.broadcasts:
         server.done("/begin_weight_update")

@@ -59,7 +59,7 @@ def parent() -> Iterator[Any]:
 
 
 def test_a_server_serves_long_bodies_and_ends_with_its_parent(parent: Any) -> None:
-    """It ends even if a forked child of the killed parent keeps every file open."""
+    """The server ends even if a forked child of the killed parent keeps every file open."""
     process = parent(sys.executable, "-c", SERVER)
     port = int(process.stdout.readline())
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)

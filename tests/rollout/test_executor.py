@@ -170,7 +170,7 @@ def test_a_restart_skips_no_prompt_and_repeats_none(make: Make) -> None:
 
 
 def test_submit_and_wait(make: Make) -> None:
-    """Both are also methods of the engine."""
+    """The engine also has both methods."""
     executor = make(batch=8)
     engine, workflow = executor.engine, Echo(rejects=(1,))
     ids = [engine.submit(sample, workflow) for sample in SAMPLES]
@@ -181,7 +181,7 @@ def test_submit_and_wait(make: Make) -> None:
 
 
 def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
-    """It returns the accepted groups, and raises if there is none."""
+    """rollout_batch returns the accepted groups, and raises an error if there is none."""
     executor = make(batch=8)
     batch = executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))
     assert batch["rewards"].tolist() == [0.0, 2.0, 3.0, 4.0]

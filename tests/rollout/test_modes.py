@@ -175,7 +175,7 @@ def test_what_is_no_reward_fails_the_episode_and_is_named(
 def test_an_episode_that_takes_too_long_is_cancelled(
     run_agent: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It counts as failed."""
+    """The cancelled episode counts as failed."""
     cancelled = threading.Event()
 
     class Hangs:
@@ -195,7 +195,7 @@ def test_an_episode_that_takes_too_long_is_cancelled(
 
 
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
-    """They have the same seed."""
+    """An episode has the same seed in both modes."""
     workflow_context.set(WorkflowContext(task_id=77))
     where = {"proxy_addr": proxy.proxy_addr, "admin_key": proxy.admin_key}
     options = where | {"export_style": "concat"}
@@ -210,7 +210,7 @@ async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
 def test_clients_made_without_arguments_find_the_session(
     run_agent: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They read the session's URL and key from the environment, and bypass an HTTP proxy."""
+    """The clients read the session's URL and key from the environment, and bypass an HTTP proxy."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "somebody's own")
@@ -307,7 +307,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
 async def test_a_worker_gets_no_key_of_the_run_and_runs_no_code_in_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets the user's other keys. Its results are not unpickled in the trainer."""
+    """A worker gets the user's other keys. The trainer does not unpickle the worker's results."""
     monkeypatch.setenv("POCKET_AREAL_SERVER_KEY", "secret")
     monkeypatch.setenv("MY_TOOLS_KEY", "the agent's")
     async with aclosing(WorkerPool(1)) as pool:
@@ -333,7 +333,7 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 
 def test_a_loop_that_ends_takes_its_workers_along() -> None:
-    """They end even if nobody closes their pool."""
+    """The workers end even if nobody closes their pool."""
     script = (
         "import asyncio, os\n"
         "from rollout import reward\n"

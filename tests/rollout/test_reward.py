@@ -99,15 +99,15 @@ def command(rewards: ModuleType, path: Path, script: str, *words: str) -> tuple[
 
 
 def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: Path) -> None:
-    """They import the module of the function, and nothing slow."""
+    """Workers import the module of the function, and nothing slow."""
     words, env = command(rewards, tmp_path / "script.py", SCRIPT)
     ended = subprocess.run(words, env=env, capture_output=True)
     assert ended.stdout.decode().splitlines() == ["the script runs", "0.0"], ended.stderr.decode()
 
 
 async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
-    """It stays in the trainer's process, because it may hold network connections. Its time limit
-    holds there, too."""
+    """A coroutine function stays in the trainer's process, because it may hold network connections.
+    It also has a time limit there."""
 
     async def judge(prompt: str) -> int:
         return os.getpid()

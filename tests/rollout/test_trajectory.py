@@ -197,6 +197,6 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_the_check_names_what_is_wrong(message: str) -> None:
-    """It says which key, and what is needed."""
+    """The error says which key is wrong, and what is needed."""
     with pytest.raises(ValueError, match=message):
         check_trajectory_format(BAD[message])

@@ -13,7 +13,7 @@ from run.inputs import Inputs, find_model, load_inputs
 
 
 def test_an_evaluation_without_a_reward_has_none() -> None:
-    """The mean reward is not 0, because 0 would be a result."""
+    """Without rewards there is no mean reward, because 0 would be a result."""
     found = describe([None, None], Inputs(None, [], [{}, {}], None, None, None))
     assert (found["eval_reward"], found["eval_success"], found["eval_rejected"]) == (None, 0.0, 2)
 

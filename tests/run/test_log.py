@@ -45,7 +45,8 @@ def test_only_fresh_tokens_are_compared() -> None:
 
 
 def test_a_restarted_run_forgets_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
-    """They are trained again. A kill may have cut the last line, and a disk may damage any."""
+    """Steps after the checkpoint are trained again. A kill may have cut the last line of the file,
+    and a disk may damage any line."""
     lines = [json.dumps({"step": step, "wall_s": 1.0}) + "\n" for step in (1, 2, 3)]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "w\xff\n[]\n\x00\n' + "".join(lines).encode() + b'{"st')

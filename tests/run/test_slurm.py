@@ -137,7 +137,8 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
 
 
 def test_servers_of_a_cluster_get_the_options_of_train_py(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They get no --max-total-tokens: their cache may fill GPUs that they do not share."""
+    """The servers get no --max-total-tokens, because their cache may fill GPUs that they do not
+    share."""
     monkeypatch.setenv("POCKET_AREAL_SGLANG", "python -m sglang.launch_server")
     config, _ = load(["--config", "gsm8k", "server.backend=sglang", "callbacks=[]"])
     [server] = plan_servers(config, ["0", "1"], "")

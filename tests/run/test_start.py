@@ -91,7 +91,7 @@ def test_a_run_that_was_started_with_sigchld_ignored() -> None:
     ],
 )
 def test_help_and_mistakes_need_no_torch(tmp_path: Path, words: list, code: int, says: str) -> None:
-    """They are printed in half a second. With the import of torch it would take five."""
+    """Help and errors are printed in half a second. With the import of torch it would take five."""
     python = [sys.executable, "-X", "importtime", "train.py"]
     done = finish([*python, *words, f"fileroot={tmp_path}"], code)
     assert (done.stdout if code == 0 else done.stderr.splitlines()[-1]).startswith(says)
@@ -126,7 +126,7 @@ def test_ctrl_c(tmp_path: Path, words: list[str]) -> None:
 
 
 def test_ctrl_c_while_a_run_begins(tmp_path: Path) -> None:
-    """No traceback is printed then, either."""
+    """A run that is interrupted before torch is imported prints no traceback."""
     words = runs.signalled(command(tmp_path, *SMALL_GUESS), "starting server-0", signal.SIGINT)
     assert finish(words, code=130).stderr == ""
 

@@ -96,8 +96,8 @@ def test_compute_logp_reads_no_prompt_through_the_last_layer(make_actor, layout)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name, layout):
-    """No family gets wrong numbers without an error. On a GPU, a family that cannot be packed is
-    padded."""
+    """No family gets wrong numbers without an error. On a GPU, the rows of a family that cannot be
+    packed are padded."""
     path, batch = make_family(tmp_path, name), make_batch()
     if name in NEVER or (layout == "tree" and name not in PLAIN):
         with pytest.raises(ValueError, match=r"not support|cannot be trained"):
@@ -200,8 +200,8 @@ def test_each_epoch_knows_how_much_of_the_step_is_done(make_actor):
 
 @pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_checkpointed_layer_runs_again_and_drops_nothing_out(make_actor, tmp_path, name):
-    """It computes again in the backward pass, and needs no training mode, in which some models
-    apply dropout."""
+    """A checkpointed layer runs again in the backward pass. It needs no training mode, in which
+    some models apply dropout."""
     path, batch = make_family(tmp_path, name, dropout=0.5, hidden_dropout=0.5), make_batch()
     actor, entered = make_actor(path, gradient_checkpointing=True), []
     batch = prepare(actor, batch, drift=0.0)
@@ -529,7 +529,8 @@ def test_a_weight_update_writes_a_model_first_and_tells_the_servers_then(make_ac
 
 
 def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
-    """It has the actor's first weights, and destroying it leaves the actor's ranks alone."""
+    """The reference model keeps the actor's first weights. If it is destroyed, the actor's ranks
+    stay."""
     actor, ref = make_actor(), FSDPEngine(make_config(), tiny_model_dir)
     ref.create_process_group()
     ref.initialize()

@@ -267,8 +267,8 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    """Only rank 0 prints it, even if rank 0 is the last to find it. The other ranks wait for rank
-    0, because torchrun ends all ranks when one has ended."""
+    """Only rank 0 prints the error, even if rank 0 is the last to find it. The other ranks wait for
+    rank 0, because torchrun ends all ranks when one has ended."""
     late = "import os, time; time.sleep(3 * (os.environ.get('RANK') == '0'))"
     (tmp_path / "sitecustomize.py").write_text(late)
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}

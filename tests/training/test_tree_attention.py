@@ -54,7 +54,7 @@ def build_trees(rows: Rows, max_tokens: int) -> list[PackedTree]:
 
 
 def size(tree: PackedTree) -> int:
-    """Its number of tokens."""
+    """Return the tree's number of tokens."""
     return tree.inputs["input_ids"].numel()
 
 
@@ -131,7 +131,8 @@ def test_a_row_that_is_too_long_is_a_tree_of_its_own() -> None:
 
 @pytest.mark.parametrize("heads", [4, 6])
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
-    """This holds if several heads share keys, and in trees of many blocks."""
+    """Output and gradients are the same if several heads share keys, and in trees of many
+    blocks."""
     [tree] = build_trees(make_rows(3, 10, longest=5 * BLOCK), 10**6)
     assert size(tree) > 4 * BLOCK
     N, g = size(tree), torch.Generator().manual_seed(0)
@@ -154,7 +155,7 @@ def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
 
 
 def test_a_gpu_gets_the_same_mask() -> None:
-    """Its kernel skips the blocks in which no query attends to a key."""
+    """The kernel of a GPU skips the blocks in which no query attends to a key."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     q, mask = torch.arange(size(tree)), block_mask(tree.inputs["subtree_end"])
     zero: Any = torch.zeros((), dtype=torch.int64)

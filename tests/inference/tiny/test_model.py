@@ -80,7 +80,8 @@ def assert_computes(model: Model, path: Path) -> None:
 
 
 def test_the_logits_are_those_of_transformers(path: Path) -> None:
-    """This holds for each family, tied or not, with grouped heads or not."""
+    """Every family gives the logits of transformers, whether embeddings are tied and heads grouped
+    or not."""
     assert_computes(Model(str(path), 4), path)
 
 

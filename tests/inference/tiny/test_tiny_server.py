@@ -43,7 +43,7 @@ def run(model: Model, *sequences: Sequence, scheduler: Scheduler | None = None) 
 
 
 def assert_as_alone(model: Model, *sequences: Sequence) -> None:
-    """Each has the tokens and the bits that it gets alone."""
+    """Assert that each sequence has the tokens and the bits that it gets alone."""
     for one in sequences:
         alone = Sequence(one.rid, one.prompt, one.params)
         run(model, alone)
