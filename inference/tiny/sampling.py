@@ -91,8 +91,9 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Return the next token of each sequence and its logprob, from `logits` (n, vocab). Only
-    `tolist` waits for a GPU."""
+    """Return the next token of each sequence and its logprob, from `logits` (n, vocab), which it
+    overwrites: new memory for every step costs more than the formulas. Only `tolist` waits for a
+    GPU."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
     draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]
@@ -107,7 +108,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
     # 2. log_softmax(logits / T); a temperature below 1e-6 is greedy, as in SGLang
     greedy = t < 1e-6
-    logprobs = torch.log_softmax(logits / torch.where(greedy, 1.0, t), dim=-1)  # (n, vocab)
+    logprobs = torch.log_softmax(logits.div_(torch.where(greedy, 1.0, t)), dim=-1)  # (n, vocab)
 
     # 3. top_p and top_k
     weights = logprobs.exp()
@@ -116,7 +117,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             truncate(row, p.top_p, p.top_k)
 
     # 4. token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
-    cdf = weights.cumsum(-1)
+    cdf = weights.cumsum_(-1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
     if any(p.temperature < 1e-6 for p in params):
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
