@@ -262,8 +262,8 @@ def test_turns_are_compared_with_the_same_turn():
 
 
 def test_a_turn_that_is_not_trained_has_no_say_in_the_baseline():
-    """Untrained are a turn at the end of a row, and a whole row. Their rewards change no advantage
-    of the other turns."""
+    """The last turn of one row is not trained, and another row has no trained turn. The rewards of
+    these turns change no advantage of the other turns."""
     tail = (0, [(1.0, 3, True), (5.0, 2, False)])
     A = advantages_of(make_batch(tail, (0, [(0.0, 3, True)]), (0, [(9.0, 3, False)])))
     assert A.amax(1).tolist() == [0.5, 0.0, 0.0]

@@ -281,7 +281,8 @@ class Model:
         ids = torch.tensor([feed + [0] * (columns - len(feed)) for feed in feeds])
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
-        # Where the keys of the first head go in the cache; those of padding go far behind its end.
+        # Where the keys of the first head go in the cache. Those of padding lie behind its end, and
+        # `_layers` moves them to its last place.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:
@@ -295,7 +296,7 @@ class Model:
         ids, positions, places, last = inputs
         rows, columns = ids.shape
         offsets = torch.arange(groups, device=self.device) * self.kv.shape[4]
-        # (T * groups,); all padding goes to the one place behind the last slot
+        # (T * groups,); the last place belongs to no slot
         places = (places[:, :, None] + offsets).flatten().clamp_(max=self.positions * groups)
 
         # Each row attends to the first n_keys keys of its slot.

@@ -274,7 +274,7 @@ def test_too_little_memory_names_what_is_not_done_yet(qwen: Path) -> None:
 
 
 def test_advice_of_the_plan(qwen: Path, plan: Plan) -> None:
-    """The plan names idle GPUs, and a faster way for new weights."""
+    """The plan lists the idle GPUs, and says which weight update needs no files."""
     says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
     lines = plan(recipe(qwen), 8).splitlines()
     assert says in lines

@@ -80,8 +80,8 @@ def assert_computes(model: Model, path: Path) -> None:
 
 
 def test_the_logits_are_those_of_transformers(path: Path) -> None:
-    """Every family gives the logits of transformers, whether embeddings are tied and heads grouped
-    or not."""
+    """Each family has the logits that transformers computes, with and without tied embeddings and
+    grouped heads."""
     assert_computes(Model(str(path), 4), path)
 
 
