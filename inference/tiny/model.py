@@ -21,8 +21,8 @@ the matrices' shapes, and two kernels can add in different orders. Four rules ke
 Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`, `attend`). A
 prompt's tokens are padded to a multiple of 8. `key_length` rounds up the number of keys.
 
-*bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. In
-bfloat16 on a CPU, a decode reads the keys that all rows share only once (`attend_apart`).
+*bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
+CPU, oneDNN keeps the matrices in its own order (`_load`), else each product would reorder them.
 """
 
 import json
@@ -60,6 +60,9 @@ LAYER = {  # matrix of a layer: the folder's weights that it joins
     "w_gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],  # (D, 2 * width)
     "w_down": ["mlp.down_proj.weight"],  # (width, D)
 }
+
+ONEDNN = torch.ops.mkldnn
+EMBEDDING = "model.embed_tokens.weight"
 
 FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
 PREFILL = 512  # rows of a prefill in other cases, in which no bits are promised
@@ -101,13 +104,14 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> Tensor:
-    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). Shapes: q (rows, columns, heads, d),
-    k and v (rows, groups, keys, d), mask (rows, 1, columns, keys). All rows have the same first
-    n_shared keys."""
-    columns, share = q.shape[1], q.shape[2] // k.shape[1]
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d), over the first n_keys keys of each
+    row's slot. Shapes: q (rows, columns, heads, d), k and v (rows, groups, length of a slot, d),
+    mask (rows, 1, columns, n_keys)."""
+    columns, share, n = q.shape[1], q.shape[2] // k.shape[1], mask.shape[-1]
+    keys, values = k[:, :, :n], v[:, :, :n]
     if columns > 1 and q.is_cpu:
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
     # The heads that share a key head become queries of one head, (rows, groups, share * columns,
     # d). With enable_gqa, a decode's attention would take four times as long, and a GPU would copy
@@ -115,24 +119,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n_shared: int = 0) -> 
     folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if columns > 1:
         mask = mask.repeat(1, 1, share, 1)
-    if n_shared or (q.is_cpu and q.dtype == torch.bfloat16):
-        out = attend_apart(folded, k, v, mask, n_shared)
+    if q.is_cpu and q.dtype == torch.bfloat16:
+        # Two products are faster than torch's own attention. The first takes whole slots, because
+        # torch would copy a part of the keys.
+        scores = torch.add(mask, (folded @ k.mT)[..., :n].float(), alpha=q.shape[-1] ** -0.5)
+        out = torch.softmax(scores, -1).to(v.dtype) @ values
     else:  # in float32 on a CPU, copies of q fill the product to at least FEWEST rows
         copies = folded.repeat(1, 1, -(-FEWEST // share), 1) if q.is_cpu else folded
-        out = F.scaled_dot_product_attention(copies, k, v, mask)[:, :, : folded.shape[2]]
+        out = F.scaled_dot_product_attention(copies, keys, values, mask)[:, :, : folded.shape[2]]
     return out.unflatten(2, (share, columns)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
-
-
-def attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, n: int) -> Tensor:
-    """Compute the attention of q (rows, groups, m, d), but read the n shared keys once, not once
-    per row. For a decode in bfloat16 on a CPU, this is faster than torch's own attention."""
-
-    def shared(x: Tensor, y: Tensor) -> Tensor:  # x y for all rows in one product
-        return (x.transpose(0, 1).flatten(1, 2) @ y).unflatten(1, (len(x), -1)).transpose(0, 1)
-
-    scores = torch.cat((shared(q, k[0, :, :n].mT), q @ k[:, :, n:].mT), -1)
-    p = torch.softmax(scores.float() / q.shape[-1] ** 0.5 + mask, -1).to(v.dtype)
-    return shared(p[..., :n], v[0, :, :n]) + p[..., n:] @ v[:, :, n:]
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
@@ -140,6 +135,8 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     bfloat16, but a GPU keeps them in float32."""
     if x.is_cuda and w.dtype == torch.bfloat16:
         return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
+    if w.is_mkldnn:
+        return ONEDNN._linear_pointwise(x.to(w.dtype), w, None, "none", [], "").to(x.dtype)
     if w.dtype == torch.bfloat16:
         return (x.to(w.dtype) @ w).to(x.dtype)
     rows = len(x)
@@ -174,6 +171,10 @@ def key_length(longest: int) -> int:
 class Model:
     """A language model, with the keys and values of its slots."""
 
+    norm: Tensor  # (D,)
+    w_head: Tensor  # (D, vocab)
+    embedding: Tensor  # (vocab, D), a view of the head if they are tied
+
     def __init__(
         self,
         folder: str,
@@ -192,7 +193,8 @@ class Model:
         self.device = torch.device(device)
         self.exact = self.device.type == "cpu" and dtype == "float32"  # as "Bits" above says
         self.chunk = MOST if self.exact else PREFILL  # limit of a prompt's tokens in a step, padded
-        self.shares = self.device.type == "cpu" and not self.exact  # shared keys are read once
+        is_fast = torch.backends.mkldnn.is_available() and ONEDNN._is_mkldnn_bf16_supported()
+        self.packs = self.device.type == "cpu" and not self.exact and is_fast
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
@@ -212,52 +214,55 @@ class Model:
         self.kv = self.cache[:, :, None, None, :0]
         self.resize(1)
 
-        self.weights: dict[str, Tensor] = {}  # by their names in the folder
-        self.layers = []
-        for i in range(n_layers):
-            prefix = f"model.layers.{i}."
-            joined = {part: self._fuse(files, prefix, *names) for part, names in LAYER.items()}
-            self.layers.append(SimpleNamespace(**joined))
-        self.norm = self._fuse(files, "model.", "norm.weight")  # (D,)
-        embedding = "model.embed_tokens.weight"
-        self.weights[embedding] = files[embedding].to(self.device, self.dtype, copy=True)
-        head = embedding if config.get("tie_word_embeddings") else "lm_head.weight"
-        self.head = self._fuse(files, "", head)  # (D, vocab)
-        self.embedding = self.weights[embedding]  # (vocab, D), a view of the head if they are tied
+        self.layers = [SimpleNamespace(**dict.fromkeys(LAYER)) for _ in range(n_layers)]
+        is_tied = config.get("tie_word_embeddings")
+        self.parts = [  # an attribute, and the folder's weights that are joined in it
+            (self, "norm", ["model.norm.weight"]),
+            (self, "w_head", [EMBEDDING if is_tied else "lm_head.weight"]),
+            *(
+                (layer, part, [f"model.layers.{i}.{name}" for name in names])
+                for i, layer in enumerate(self.layers)
+                for part, names in LAYER.items()
+            ),
+        ]
+        if self.packs or not is_tied:
+            self.parts.append((self, "embedding", [EMBEDDING]))
+        self.shapes = {name: weight.shape for name, weight in files.items()}
+        self._load(files)
+        if not hasattr(self, "embedding"):
+            self.embedding = self.w_head.t()
         self.graphs = Graphs() if self.device.type == "cuda" else None
 
-    def _fuse(self, files: Mapping[str, Tensor], prefix: str, *names: str) -> Any:
-        """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
-        The named weights become views of this matrix, so whoever updates them updates the matrix.
-        Return None if the model lacks them."""
-        full = [prefix + name for name in names]
-        if full[0] not in files:
-            return None
-        dtype = self.dtype if files[full[0]].ndim == 2 else torch.float32
-        parts = [files[name].to(self.device, dtype) for name in full]
-        if dtype != torch.float32:
-            fused = torch.cat(parts).t()  # (out, in) row by row, which suits oneDNN's bfloat16
-        else:
-            fused = torch.cat([part.t() for part in parts], dim=-1)
-        views = fused.t().split([len(part) for part in parts])
-        self.weights.update(zip(full, views, strict=True))
-        return fused
+    def _load(self, named: Mapping[str, Tensor]) -> None:
+        """Join weights (out, in) along `out` into matrices (in, out), and biases into vectors. New
+        weights are copied into the old tensors, where CUDA graphs read them."""
+        for owner, part, names in self.parts:
+            if names[0] not in named:
+                continue
+            dtype = self.dtype if named[names[0]].ndim == 2 else torch.float32
+            weights = [named[name].to(self.device, dtype) for name in names]
+            if not part.startswith("w_"):
+                joined = torch.cat(weights)
+            elif self.packs:
+                joined = ONEDNN._reorder_linear_weight(torch.cat(weights), FEWEST)
+            elif self.dtype == torch.float32:
+                joined = torch.cat([one.t() for one in weights], dim=-1)
+            else:
+                joined = torch.cat(weights).t()
+            old = vars(owner).get(part)
+            vars(owner)[part] = joined if old is None else old.copy_(joined)
 
     @torch.inference_mode()
-    def step(
-        self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, n_shared: int = 0
-    ) -> Tensor:
-        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens. All
-        rows share the first n_shared tokens. Return the logits (rows, vocab) of each row's next
-        token. On a GPU, a decode replays a CUDA graph."""
+    def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
+        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens.
+        Return the logits (rows, vocab) of each row's next token. On a GPU, a decode replays a CUDA
+        graph."""
         reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
         if self.graphs is None or max(map(len, feeds)) > 1:
             inputs = self._inputs(feeds, cached, first_slot)
             inputs = inputs.to(self.device, non_blocking=self.cache.is_cuda)
-            if not self.shares or inputs.shape[2] > 1:  # a prefill would gain nothing
-                n_shared = 0
-            n_keys = key_length(reach) if self.exact else round_up(reach, 64)
-            x = self._layers(inputs, first_slot, n_keys, n_shared)
+            n_keys = key_length(reach) if self.exact else round_up(reach, 32)
+            x = self._layers(inputs, first_slot, n_keys)
         else:
             # Add empty rows before and after, so that few different shapes and graphs occur.
             slots, _, length = self.kv.shape[2:5]
@@ -269,7 +274,7 @@ class Model:
             layers = partial(self._layers, first_slot=0, n_keys=n_keys)
             x = self.graphs.run((rows, n_keys, length), layers, self._inputs(feeds, cached, 0))
             x = x[first_slot:end]
-        return product(rms_norm(x, self.norm, self.eps), self.head)  # logits = W_head norm(x)
+        return product(rms_norm(x, self.norm, self.eps), self.w_head)  # logits = W_head norm(x)
 
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
         """Return a step's inputs, (4, rows, columns). They are each token's id, position and place
@@ -290,7 +295,7 @@ class Model:
         last = [[row * columns + max(n, 1) - 1] for row, n in enumerate(lengths)]
         return torch.stack((ids, positions, places, torch.tensor(last).expand(-1, columns)))
 
-    def _layers(self, inputs: Tensor, first_slot: int, n_keys: int, n_shared: int = 0) -> Tensor:
+    def _layers(self, inputs: Tensor, first_slot: int, n_keys: int) -> Tensor:
         """Return x of each row's last token after all layers, (rows, D)."""
         heads, groups, d = self.heads, self.groups, self.d
         ids, positions, places, last = inputs
@@ -299,9 +304,9 @@ class Model:
         # (T * groups,); the last place belongs to no slot
         places = (places[:, :, None] + offsets).flatten().clamp_(max=self.positions * groups)
 
-        # Each row attends to the first n_keys keys of its slot.
-        read = self.kv[:, :, first_slot : first_slot + rows, :, :n_keys]
-        # A token sees the positions up to its own: (rows, 1, columns, n_keys).
+        read = self.kv[:, :, first_slot : first_slot + rows]
+        # Each row attends to the first n_keys keys of its slot. A token sees the positions up to
+        # its own: (rows, 1, columns, n_keys).
         seen = torch.arange(n_keys, device=self.device) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf).to(self.dtype)
         # e^(i p f): (rows, columns, 1, d/2)
@@ -320,7 +325,7 @@ class Model:
             kv[:, places] = torch.stack((k, v)).flatten(1, 3).to(self.dtype)
 
             # x += W_o softmax(q k' / sqrt(d)) v
-            x = x + product(attend(q, keys, values, mask, n_shared), w.w_o)
+            x = x + product(attend(q, keys, values, mask), w.w_o)
 
             # x += W_down (silu(W_gate norm(x)) * W_up norm(x))
             gate_up = product(rms_norm(x, w.norm_2, self.eps), w.w_gate_up)
@@ -332,8 +337,10 @@ class Model:
 
     def fit(self, longest: int) -> tuple[int, int]:
         """Return the length of a slot that holds `longest` tokens, and the number of such slots.
-        The length is 64, 128, 192, 640 or a multiple of 512 (`key_length` says why)."""
-        length = min(key_length(round_up_a_little(longest, 64)), self.positions)
+        The length is 64, 128, 192, 640 or a multiple of 512 (`key_length` says why), but more
+        lengths suit bfloat16 on a CPU."""
+        length = round_up_a_little(longest, 64)
+        length = min(length if self.packs else key_length(length), self.positions)
         return length, min(self.most_slots, self.positions // length)
 
     def resize(self, longest: int) -> tuple[int, int]:
@@ -361,14 +368,14 @@ class Model:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
         RuntimeError, and changes nothing, if all weights are missing, or if one has another shape
         or is not finite. A NaN is refused because keys computed from it would stay in the cache."""
-        own = self.weights
-        new = {n: w for n, w in named.items() if n in own}
+        new = [name for *_, names in self.parts if names[0] in named for name in names]
         wrong = [  # a sum is quick, and finite only if all numbers are
             name
-            for name, w in new.items()
-            if w.shape != own[name].shape or not w.sum(dtype=torch.float32).isfinite()
+            for name in new
+            if name not in named
+            or named[name].shape != self.shapes.get(name)
+            or not named[name].sum(dtype=torch.float32).isfinite()
         ]
         if wrong or not new:
             raise RuntimeError(f"{wrong or 'all'}: another shape, not finite, or not of this model")
-        for name, weight in new.items():
-            own[name].copy_(weight)
+        self._load(named)

@@ -74,9 +74,10 @@ class Sequence:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1): 24 bits of a hash of seed and position."""
+    """Return a number in [0, 1): 23 bits of a hash of seed and position. So its product with any
+    float32 is smaller than that number."""
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=3).digest()
-    return int.from_bytes(digest, "big") / 2**24
+    return (int.from_bytes(digest, "big") >> 1) / 2**23
 
 
 def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
@@ -111,14 +112,14 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     logprobs = torch.log_softmax(logits.div_(torch.where(greedy, 1.0, t)), dim=-1)  # (n, vocab)
 
     # 3. top_p and top_k
-    weights = logprobs.exp()
+    weights = torch.exp(logprobs, out=logits)
     for row, p in zip(weights, params, strict=True):
         if p.top_p < 1 or p.top_k > 0:
             truncate(row, p.top_p, p.top_k)
 
     # 4. token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum_(-1)
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)  # (n, 1)
     if any(p.temperature < 1e-6 for p in params):
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
     both = torch.cat((token, logprobs.gather(1, token)), dim=1)  # float32 holds ids below 2^24

@@ -108,11 +108,7 @@ class Scheduler:
         first, end, most = self._choose()
         batch = self.slots[first:end]
         feeds = [one.tokens[one.cached :][:most] for one in batch]
-        shared = 0
-        if self.model.shares:
-            known = [one.tokens[: one.cached] for one in batch]
-            shared = common(min(known), max(known))  # all others sort between these two
-        logits = self.model.step(feeds, [one.cached for one in batch], first, shared)
+        logits = self.model.step(feeds, [one.cached for one in batch], first)
         self.steps += 1
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
             one.cached += len(feed)

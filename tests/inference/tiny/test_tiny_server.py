@@ -269,7 +269,7 @@ EVENTS = SUBMIT | st.tuples(st.just("abort"), st.integers(0, 12)) | OTHER
 class Play:
     """A scheduler under random events, and a model whose next token is the token's position."""
 
-    chunk, shares, eos = 2, True, frozenset[int]()
+    chunk, eos = 2, frozenset[int]()
 
     def __init__(self) -> None:
         self.kv: list[list[tuple[int, str]]] = [[] for _ in range(3)]  # per slot (token, version)
@@ -293,11 +293,8 @@ class Play:
     def copy(self, source: int, target: int, n: int) -> None:
         self.kv[target] = self.kv[source][:n]
 
-    def step(
-        self, feeds: list[list[int]], cached: list[int], first: int, n_shared: int
-    ) -> torch.Tensor:
+    def step(self, feeds: list[list[int]], cached: list[int], first: int) -> torch.Tensor:
         version = self.scheduler.version
-        assert n_shared == min(cached), "all texts here count from 0"
         batch = self.scheduler.slots[first : first + len(feeds)]
         for i, (one, fed) in enumerate(zip(batch, feeds, strict=True), first):
             kept = self.kv[i][: one.cached]
@@ -372,7 +369,7 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     """The text ends at the token that completes the stop string, even if a character has several
     tokens."""
     text = before + stops[0] + after
-    left, model = iter(tiny_tokenizer.encode(text)), SimpleNamespace(chunk=99, eos=(), shares=False)
+    left, model = iter(tiny_tokenizer.encode(text)), SimpleNamespace(chunk=99, eos=())
     model.fit = model.resize = lambda longest: (9999, 1)
     model.step = lambda *_: only([next(left)])
     scheduler = Scheduler(model, "0", tiny_tokenizer.decode)
