@@ -235,7 +235,7 @@ class InteractionCache(dict[str, Interaction]):
         return found
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward the call that `find` returns."""
+        """Reward a call, or the latest call if the id is None."""
         self.find(interaction_id, "reward").reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:

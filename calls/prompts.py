@@ -68,8 +68,9 @@ class PromptBuilder:
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """Return a phrase that says how messages like `new` are rendered: SPLICED if the rendered
-        conversation ends with the tail of `new`."""
+        """Return how the template renders messages like `new` after an answer, as words for `ways`.
+        SPLICED says that their text is the same after any history, so it can follow the sampled
+        tokens."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:

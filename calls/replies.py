@@ -49,7 +49,7 @@ def split(message: Message) -> tuple[list[str], list[Json]]:
 
 
 class Reply:
-    """Reads a request and writes its reply."""
+    """Reads a request and writes its reply. Each protocol has a subclass."""
 
     id_prefix, history, end = "", "messages", b""
 

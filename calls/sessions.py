@@ -9,10 +9,10 @@
 Sessions never expire, because the proxy ends with its trainer. The proxy keeps a session's calls in
 memory and exports them in one reply, so we limit their size.
 
-**Links.** A call reads the answer that it continues (cache.py). But a summary may replace a long
-history, and a sub-agent may write a report for another agent. So a call also reads the answers that
-its new messages contain whole, and the calls named in its header x-pocket-areal-reads
-(`Session._link`).
+**Links.** A call's reward also reaches the answers that it has read (cache.py), such as the one
+that it continues. But a summary may replace a long history, and a sub-agent may write a report for
+another agent. So a call has also read the answers that its new messages contain whole, and those of
+the calls named in its header x-pocket-areal-reads (`Session._link`).
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
@@ -100,8 +100,9 @@ class Session:
             self.agent_digests.add(call.first_digest)
 
     def _link(self, call: Interaction) -> None:
-        """Let `call` also read the calls that it names, and the leaves whose answers its new
-        messages copy. If one of these calls has read another, the other is left out.
+        """Find which calls `call` has read besides its parent: those that its header names, and
+        those without readers whose answers stand in its new messages. If one of these calls has
+        read another, the other is left out.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report

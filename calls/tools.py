@@ -7,8 +7,8 @@ By default the model must write as Qwen and Hermes do:
 The text between the <tool_call> marks is a call if it is JSON that names an offered tool.
 Arguments, if any, must be an object, under the key `arguments` or `parameters`. The JSON is decoded
 from its beginning, so a mark inside one of its strings does not end the call. Everything else stays
-text, so the agent sees a wrong call as the model wrote it. White space is dropped around the
-reasoning and before a call. If there is a call, white space at the end of the text is dropped, too.
+text, so the agent sees a wrong call as the model wrote it. White space around the reasoning and
+before a call is dropped. If there is a call, white space at the end of the text is dropped, too.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.

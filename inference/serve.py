@@ -64,7 +64,8 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve until a signal comes or, with `exit_with_parent`, the parent ends."""
-    # Clients close idle connections within 75 s, so they never use one that the server is closing.
+    # We close idle connections after 75 s. Clients close them earlier, so they never send a request
+    # on one that is being closed.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
     )

@@ -48,7 +48,7 @@ class DispatchState:
     gate: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version among a result's trained tokens
     stale: str = "wait"  # wait, mask or drop
-    # for mask: leaves tokens older than a version out of the loss; returns None if none is left
+    # for stale=mask: takes tokens older than `oldest` out of the loss; None if no other is left
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
     max_failures: int = 0  # 0 means max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None

@@ -136,8 +136,8 @@ def serve(trainer: int) -> None:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
-    # Not a daemon thread: even if the loop below ends first, the thread kills the processes that
-    # agents have left running.
+    # Not a daemon thread: if the loop below ends first, this process waits for the thread, which
+    # kills the processes that agents have left running.
     threading.Thread(target=follow_trainer).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():

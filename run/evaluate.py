@@ -42,8 +42,8 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     """Return and print the metrics. An episode without a reward (None) counts as a failure, and is
-    left out of the mean reward. With n episodes per prompt, there is pass@k for each power of two k
-    from 2 to n.
+    left out of the mean reward. With n episodes per prompt, the metrics include pass@k for k = 2,
+    4, 8 and so on, up to n.
 
     `rewards` holds n passes over all prompts. The episodes of one prompt are correlated, so the
     standard error and the interval treat a prompt as one sample. As a result, the interval may be

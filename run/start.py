@@ -45,7 +45,8 @@ def revision() -> str:
 
 
 class Run:
-    """All ranks make a Run, but only rank 0 has processes, an engine and an executor."""
+    """Every rank makes a Run, but only that of rank 0 starts servers and a proxy, and has an engine
+    and an executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs

@@ -147,8 +147,7 @@ def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
-    """Write to `path` a one-layer Qwen3 (85k parameters) that walks like a drunk. The seed
-    determines the model."""
+    """Write to `path` a one-layer Qwen3 (85k parameters) that walks like a drunk."""
     from tasks import base_model
 
     tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])

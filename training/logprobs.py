@@ -101,9 +101,9 @@ def token_logprobs(
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a model the method read_hidden(read, **inputs). It runs all layers but the last, and
-    returns read(hidden states (b, t, D), the last layer's weight (V, D)). FSDP gathers the
-    parameters first."""
+    """Give a model the method read_hidden(read, **inputs). It runs the model
+    without its output layer, and returns read(hidden, weight), where `hidden` (b, t, D) are the
+    hidden states and `weight` (V, D) is the output layer's. FSDP gathers the parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

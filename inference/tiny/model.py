@@ -301,7 +301,7 @@ class Model:
         ids, positions, places, last = inputs
         rows, columns = ids.shape
         offsets = torch.arange(groups, device=self.device) * self.kv.shape[4]
-        # (T * groups,); the last place belongs to no slot
+        # (T * groups,); padding goes to the cache's last place, which belongs to no slot
         places = (places[:, :, None] + offsets).flatten().clamp_(max=self.positions * groups)
 
         read = self.kv[:, :, first_slot : first_slot + rows]
