@@ -13,14 +13,14 @@ Messages are compared in `canonical` form (calls/messages.py), because clients r
 
 **Rewards** r(i) become final rewards R(i), from the last call to the first:
 
-    R(i) = r(i) + gamma * mean of R(c) over the calls c that read i        (0 if none)
+    R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
 
 A call reads the answer that it continues, so B and C read A. With gamma = 0.5, three successive
 calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read.
-It also finds side conversations, such as a request for a title. They get no reward.
+It also finds side conversations, such as a request for a title, which get no reward.
 
-**Rows.** In a row, a call is a **turn**. Style "individual" gives every turn a row of its own, and
-"concat" gives every leaf a row with the turns that led to it:
+**Rows.** A call that is part of a row is called a **turn**. Style "individual" gives every turn a
+row of its own, and "concat" gives every leaf a row with the turns that led to it:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -252,7 +252,7 @@ class InteractionCache(dict[str, Interaction]):
         gamma = check_discount(turn_discount)
         self._discounted = True
         below: defaultdict[Any, list[float]] = defaultdict(list)  # call -> R of its readers
-        for call in reversed(self.finished()):  # a call began after those that it reads
+        for call in reversed(self.finished()):  # so every call comes after the calls that read it
             if call.is_left_out:
                 continue
             # R(i) = r(i) + gamma * mean R(c)
@@ -273,8 +273,8 @@ class InteractionCache(dict[str, Interaction]):
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return one row for each leaf: a copy of the leaf, whose `row_turns` are the row's turns. If
-    rows share a turn, the first row trains it. Let `first` be the first turn that a row trains.
-    Then `row.parent` is the row that trains `first.parent`, or None."""
+    several rows share a turn, only the first of them trains it. Let `first` be the first turn that
+    a row trains. Then the row's `parent` is the row that trains `first.parent`, or None."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

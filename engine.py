@@ -153,8 +153,8 @@ class RemoteInfEngine:
         """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # The small server lets episodes take turns, so the id begins with the episode ("7-3" of
-        # call "7-3.1"). A random suffix follows, because a server accepts each id once.
+        # The small server reads the episode from the beginning of the id ("7-3" for call "7-3.1"),
+        # to let episodes take turns. A random suffix follows, because a server accepts an id once.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)
@@ -173,7 +173,8 @@ class RemoteInfEngine:
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
-        """Return how many tokens `req` may generate. Raises EngineError (400) if none."""
+        """Return how many tokens `req` may generate. Raises EngineError (400) if it may generate
+        none."""
         n, limit = len(req.input_ids), self.context_length
         if n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"
@@ -184,7 +185,8 @@ class RemoteInfEngine:
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Read the servers' limits, and test every server with one token. Raises EngineError if an
-        answer lacks logprobs or a numeric version. AReaL's arguments are ignored."""
+        answer lacks logprobs or a numeric version. The arguments that AReaL's method takes are
+        ignored."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):

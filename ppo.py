@@ -2,8 +2,8 @@
 
     J = mean over trained tokens of   w min(u A, clip(u, 1 - eps, 1 + eps_higher) A)
 
-    u = pi_theta / pi_prox     how far pi_theta has moved from the policy before the step
-    w = pi_prox / pi_behav     how far that policy is from the one that sampled the token
+    u = pi_theta / pi_prox     how far pi_theta has moved from pi_prox, the policy before the step
+    w = pi_prox / pi_behav     how far pi_prox is from pi_behav, the policy that sampled the token
 
 Standard PPO has one old policy instead of two: it clips around the policy that sampled the data.
 If the data is stale, this policy is several versions old, so the clip keeps pi_theta close to it.
@@ -14,10 +14,10 @@ pi_behav, w is 1, and J is the objective of standard PPO.
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but counts in the mean: this
-limits the variance, and biases the gradient. A clipped token has no gradient, though other tokens
-can still move its u. For A < 0 the minimum in J has no lower bound, unless `c_clip` (dual clip)
-holds it at c_clip A or above.
+A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but the mean still counts it. The
+cap limits the variance, but biases the gradient. A clipped token has no gradient, though other
+tokens can still move its u. For A < 0 the minimum in J has no lower bound, unless `c_clip` (dual
+clip) holds it at c_clip A or above.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
 those of its cell: a group's turns with the same number, such as all second turns. All tokens of a
@@ -143,7 +143,7 @@ def compute_advantages(
     # A = (R - mean) / std
     A = R
     groups = batch["group_ids"][rows].long()
-    if not per_turn:  # one number for all, so that all turns of a group are compared
+    if not per_turn:  # all turns get the number 0, so that all turns of a group are compared
         turn_ids = torch.zeros_like(turn_ids)
     if mean_level != "none":
         A = R - cell_mean(R, find_cells(mean_level, groups, turn_ids))

@@ -1,7 +1,7 @@
 r"""The proxy answers agents as OpenAI or Anthropic would, and keeps sampled tokens for training.
 
-An agent needs only the URL of its session. `/v1` may be left out. So may the session's id, if the
-agent sends it as its API key. Paths marked (admin) need the admin key:
+An agent needs only the URL of its session. The URL may lack `/v1`. It may also lack the session's
+id, if the agent sends the id as its API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start a session, which uses up a grant;
@@ -22,8 +22,8 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
 
 1. calls/messages.py reads three messages and a temperature.
 2. calls/turn.py keeps track of the clients that wait for the reply. It enters the call in the tree
-   of cache.py, where the first turn is its parent.
-3. calls/prompts.py takes the tokens of the first turn as they were sampled, and renders only what
+   of cache.py, where the first call is its parent.
+3. calls/prompts.py takes the tokens of the first call as they were sampled, and renders only what
    follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
 4. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
    the reply.
@@ -64,7 +64,7 @@ from inference.fields import make_named
 from inference.io_struct import CallParameters, EngineError, ModelRequest, ModelResponse, call_seed
 from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
 
-LONG = 2**14  # bytes of a session's bodies; with fewer, a prompt is tokenised in milliseconds
+LONG = 2**14  # bytes of a session's bodies; below this, tokenising a prompt takes milliseconds
 
 
 class ProxyAddress(NamedTuple):
@@ -126,7 +126,7 @@ class Proxy:
 
     def session_of(self, request: Request) -> Session:
         """Return the session named by the path, or else by the API key."""
-        if "upgrade" in request.headers:  # our web server would not read the body
+        if "upgrade" in request.headers:  # our web server does not read the body of such a request
             raise Refusal("Upgrade: only HTTP/1.1 is spoken here; in Java, Version.HTTP_1_1")
         session_id = request.path_params.get("session_id") or bearer(request)
         return self.find(session_id or request.headers.get("x-api-key"))

@@ -9,13 +9,13 @@ of a group is the lag of its oldest trained token, whose version is the group's 
 starts only while one is free. Every running group holds a place, and so does every group accepted
 since the run began:
 
-    enqueued -> running -> accepted   (keeps its place when it is consumed; each version adds B)
-                        -> rejected   (gives it back; failed groups count as rejected)
-                accepted -> dropped, withdrawn   (give it back: too old, or fetched by id)
+    enqueued -> running -> accepted   (keeps its place even when consumed; a new version adds B)
+                        -> rejected   (gives its place back; a failed group counts as rejected)
+                accepted -> dropped (too old) or withdrawn (fetched by id)   (gives its place back)
 
 The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
-consumed groups hold places, and so do at most B - 1 unconsumed ones: with B, the trainer would not
-wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
+consumed groups hold places, and so do at most B - 1 unconsumed ones. If there were B of them, the
+trainer would not wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
 would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group reaches age 5. So
@@ -24,9 +24,9 @@ would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group
 - **wait**, the default, takes the groups that started first. *Proof* that no age exceeds eta:
   number the groups that keep their places, in order of start. When group p starts, at version s,
   groups 1 to p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes group p, at version
-  ceil(p / B) - 1 <= eta + s. Its tokens have versions >= s, which inference/servers.py checks.
-- **mask** takes the groups that finished first, so no step waits for a slow group. It leaves tokens
-  with a lag above eta out of the loss, and drops a group whose tokens are all that old. If a group
+  ceil(p / B) - 1 <= eta + s. None of its tokens is older than s (inference/servers.py checks this).
+- **mask** takes the groups that finished first, so no step waits for a slow group. It takes tokens
+  with a lag above eta out of the loss, and drops a group if no trained token remains. If a group
   ends at version f, its tokens of version f are never too old. *Proof:* number the groups in order
   of finish. As above, p <= (eta + f + 1) B for group p, so a step takes it by version eta + f.
 - **drop** takes the groups that finished first, and drops those that are too old for their step.

@@ -9,11 +9,11 @@
 `start_rollout` makes the parts that generate, in the order in which data flows. `train_step` shows
 the batch and its shapes, the three policies, the update and the push of the weights. `run`
 (run/start.py) holds the configuration, inputs and processes, and the parts made here: engine,
-executor, actor and ref. Callbacks observe the run (extras/): `run.call(event, ...)` calls each
+executor, actor and ref. Callbacks (extras/) observe the run: `run.call(event, ...)` calls each
 callback's method `event`. Your own script can call `PPOTrainer(config).train(workflow=MyAgent)`.
 
-The servers generate while the trainer trains. In this example a batch has B = 2 prompt groups. With
-eta = 1 (max_head_offpolicyness), a trained token is at most one version old:
+The servers generate while the trainer trains. In the following example a batch has B = 2 prompt
+groups, and eta = 1 (max_head_offpolicyness), so a trained token is at most one version old:
 
     trainer   wait | step 1: groups 1 2 | push v1 | step 2: groups 3 4 | push v2 | step 3: 5 6 ...
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
@@ -73,7 +73,7 @@ def start_rollout(run: Run) -> None:
 
     # 1. The engine asks the inference servers for tokens, and gives them new weights.
     run.wait_until_ready()
-    named = run.call("hooks", run)  # callbacks may add hooks: {class path: its arguments}
+    named = run.call("hooks", run)  # maps the class path of each callback's hook to its arguments
     hooks = make_named(named)
     engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
     if rollout.server_addrs and config.mode == "train":
@@ -198,7 +198,8 @@ class PPOTrainer:
             batch["ref_logp"] = ref.compute_logp(batch)
         # 4. Compute the advantages A (rows, T) of each turn within its group.
         actor.compute_advantages(batch)
-        # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
+        # 5. With u = pi_theta / pi_prox and w = pi_prox / pi_behav, minimise the mean of
+        #    -w min(u A, clip(u) A).
         metrics |= actor.ppo_update(batch)
         metrics["logp_mismatch"] = logp_mismatch(batch, version)
         actor.step_lr_scheduler()
@@ -225,7 +226,7 @@ class PPOTrainer:
             save_checkpoint(run.run_dir, step, actor, run.executor)
 
     def push(self, version: int) -> None:
-        """Give the servers the trainer's weights as `version`. Nothing generated is lost."""
+        """Give the servers the trainer's weights as `version`. No generated token is lost."""
         actor, engine = self.run.actor, self.run.engine
         meta = self.meta.with_version(version)
         actor.write_weights(meta)  # mode disk writes files while the servers still generate

@@ -1,8 +1,8 @@
 """A workflow turns one sample of the dataset into rows to train on.
 
-An **episode** is one run of its `arun_episode(engine, data)`. An episode returns a dict of tensors
-(rollout/trajectory.py), a dict of an agent's calls (cache.py), or None, which rejects the episode.
-An episode that raises has failed.
+An **episode** is one run of the workflow's `arun_episode(engine, data)`. It returns a dict of
+tensors (rollout/trajectory.py), a dict of an agent's calls (cache.py), or None, which rejects the
+episode. An episode that raises has failed.
 
     RLVRWorkflow            one prompt, one answer, and a function that computes its reward
     MultiTurnWorkflow       one prompt, and new answers until one has a positive reward
@@ -240,7 +240,7 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# Episodes share one client for each proxy, and agents share one for each event loop.
+# Episodes share one client for each proxy, and agents share one AgentsClient for each event loop.
 proxy_at = functools.cache(Servers)
 _agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
@@ -256,7 +256,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     subproc_max_workers: int = 4
     discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
     compaction: str = "link"  # or cut
-    export_style: str = "individual"  # a row per turn; concat: a row per leaf
+    export_style: str = "individual"  # a row per turn; or concat, a row per leaf
     episode_timeout_seconds: float = 3600.0
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 

@@ -8,9 +8,9 @@ the tree read:
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 **Three protocols.** A conversation is a list of items. An item is a message, whose content is a
-text or a list of blocks. Items of the Responses protocol can be calls or results, too. Each block
-or item becomes a small message, and the small messages of a reply are joined. Reasoning is dropped,
-except `reasoning_content`, which templates may read. Most other fields differ only in name.
+text or a list of blocks, or (only in the Responses protocol) a call or a result. Each block or item
+becomes a small message, and the small messages of a reply are joined. Reasoning is dropped, except
+`reasoning_content`, which templates may read. Most other fields differ only in name.
 
 **Equal messages.** When a client sends earlier replies again, it may write null for "", parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
@@ -53,7 +53,7 @@ UNSUPPORTED = (
 ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
-# an unsupported parameter with such a value, or with an empty one, changes nothing
+# An unsupported parameter is accepted if its value is empty or one of these, which change nothing.
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
 # the protocols' names -> fields of CallParameters
@@ -245,7 +245,7 @@ def _sampling(body: Json) -> Json:
         if value in (None, "", []):
             continue
         value = [value] if key == "stop" and isinstance(value, str) else value
-        value = -1 if key == "top_k" and value == 0 else value  # both turn top_k off
+        value = -1 if key == "top_k" and value == 0 else value  # 0 and -1 both turn top_k off
         check_sampling({key: value}, name)
         sampling[key] = value
     return sampling
@@ -261,7 +261,7 @@ def check_sampling(fields: Json, where: str) -> None:
 
 
 def _schema(form: Json) -> Json:
-    """The requested form of output as {"json_schema": text}."""
+    """Return {"json_schema": text} if the requested form is JSON, else {}."""
     if form.get("type", "text") == "text":
         return {}
     is_free = form["type"] == "json_object"
@@ -297,7 +297,7 @@ def names_of(tools: list[Json]) -> list[str]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """Return auto, none, required or a tool's name. `raw` is such a word, {"type": "any"},
+    """Return auto, none, required or a tool's name. `raw` is one of these words, {"type": "any"},
     {"type": "tool", "name": "f"}, or {"type": "function", "function": {"name": "f"}}."""
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict):

@@ -1,6 +1,6 @@
 r"""Turn messages into prompt tokens, and output tokens into text.
 
-If the template permits, no turn is tokenised twice. The prompt of a later turn is
+If the template permits it, no turn is tokenised twice. The prompt of a turn with a parent is
 
     prompt of the parent + output of the parent + tail
 
@@ -10,11 +10,11 @@ where the tail is what the chat template writes between the parent's answer and 
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
-SENTINEL, without end marks that the output already has. The answer is not rendered again, so the
-template cannot strip its reasoning, and the whole conversation is one sequence to train on.
+SENTINEL, without end marks that the output already has. No answer is rendered again, so the
+template cannot strip its reasoning, and the conversation is one sequence to train on.
 
 Such a prompt is right only if the tail depends on nothing but the new messages. `PromptBuilder`
-tests this with a user's message, and with a tool's result, because some templates write results
+tests this with a user's message, then with a tool's result, because some templates write results
 into calls. If the first test fails, every prompt is rendered whole. If only the second fails, only
 prompts with new results are. A turn that changes the tools is rendered whole, as a new row.
 
@@ -63,8 +63,8 @@ class PromptBuilder:
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
-        # whether the parent's tokens are kept: before messages without a tool's result, and before
-        # messages with one
+        # whether the parent's tokens are kept: first for new messages without a tool's result, then
+        # for new messages with one
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
@@ -98,7 +98,8 @@ class PromptBuilder:
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
         """Return the prompt that continues `turn`: its prompt, its output and the tail of `new`.
-        End marks that the output already has are not repeated. Raises Refusal."""
+        End marks that the output already has are not repeated. Raises Refusal if the template
+        refuses the stub and `new`, or drops a text."""
         sampled = turn.output_tokens
         tail = self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
@@ -171,8 +172,8 @@ def stricter(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def merge(messages: list[Message]) -> list[Message]:
-    """Join adjacent texts of one role. A system message that is not at the beginning becomes the
-    user's."""
+    """Join adjacent texts of one role. A system message that is not at the beginning becomes a
+    user message."""
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else message

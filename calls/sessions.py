@@ -9,17 +9,18 @@
 Sessions never expire, because the proxy ends with its trainer. The proxy keeps a session's calls in
 memory and exports them in one reply, so we limit their size.
 
-**Links.** A call's reward also reaches the answers that it has read (cache.py), such as the one
-that it continues. But a summary may replace a long history, and a sub-agent may write a report for
-another agent. So a call has also read the answers that its new messages contain whole, and those of
-the calls named in its header x-pocket-areal-reads (`Session._link`).
+**Links.** A call's reward also reaches the answers that it has read (cache.py). It has read the
+answer that it continues. But a summary may replace a long history, and a sub-agent may write a
+report for another agent. So a call has also read every answer that its new messages contain whole,
+and the answers of the calls that its header x-pocket-areal-reads names (`Session._link`).
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Of
 calls with the same first message, either all are side conversations or none is. So a call with a
-child is not one, because the child has the same first message and a parent. If every call of a
-session looks like a side conversation, none counts as one.
+child is no side conversation: the child has the same first message, but does not look like a side
+conversation, because it has a parent. If every call of a session looks like a side conversation,
+none counts as one.
 """
 
 import itertools
@@ -32,8 +33,8 @@ from cache import Interaction, InteractionCache, check_discount, extend
 from calls.messages import Message, Refusal
 from inference.io_struct import ModelResponse
 
-MAX_CALLS, MAX_BYTES = 2048, 2**26  # of a session; bytes of its calls' bodies
-RUN = re.compile(r"[^\W\d_]+|\d+")  # of letters, or of digits
+MAX_CALLS, MAX_BYTES = 2048, 2**26  # a session's calls, and the bytes of their bodies
+RUN = re.compile(r"[^\W\d_]+|\d+")  # a run of letters, or of digits
 SHORT = 20  # characters; a shorter answer may be part of a message by chance
 SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
@@ -54,7 +55,7 @@ class Session:
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
     # For links and side conversations:
-    # call that none continues -> its `needle`, and the needle's `longest_run`
+    # finished call that no other continues -> its `needle`, and the needle's `longest_run`
     leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
     # the digests of first messages that begin no side conversation
     agent_digests: set[int] = field(default_factory=set)
@@ -101,8 +102,8 @@ class Session:
 
     def _link(self, call: Interaction) -> None:
         """Find which calls `call` has read besides its parent: those that its header names, and
-        those without readers whose answers stand in its new messages. If one of these calls has
-        read another, the other is left out.
+        those that no finished call continues and whose answers stand in its new messages. If one of
+        these calls has read another, the other is left out.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
@@ -135,10 +136,10 @@ class Session:
             call.turn = max(x.turn + 1 for x in call.reads)
 
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
-        """Compute the final rewards. With `cut`, a call reads only what it continues or names. A
-        call that leads to no reward counts in its parent's mean, but not in the means of the other
-        calls that it reads. So a client's own call that copies an answer does not lower that
-        answer's reward."""
+        """Compute the final rewards. With `cut`, a call reads only the calls that it continues or
+        names. A call that leads to no reward counts in its parent's mean, but not in the means of
+        the other calls that it reads. So if a client makes a call for itself and copies an answer
+        into it, that call does not lower the answer's reward."""
         check_discount(turn_discount)  # before anything changes
         finished = self.cache.finished()
         for call in finished if cut else ():
@@ -182,8 +183,8 @@ def needle(output: Message) -> str:
 
 def longest_run(said: str) -> str:
     """Return the answer's longest run of letters or digits, or "". A text that lacks this run lacks
-    the answer, so the text need not be searched. The first and last run do not count, because other
-    letters may touch them where the answer is quoted, and lengthen them."""
+    the answer, so the text need not be searched. The first and last run do not count: where the
+    answer is quoted, other letters may stand directly beside them and make them longer."""
     return max(RUN.findall(said)[1:-1], key=len, default="")
 
 

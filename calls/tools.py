@@ -13,9 +13,9 @@ before a call is dropped. If there is a call, white space at the end of the text
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
-**Other forms.** The key `tool_call_parser` names a function of (text, tools) that returns the text
-outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes such functions
-from SGLang's parsers. A call in another form cannot be forced.
+**Other forms.** For other models, the key `tool_call_parser` names a function of (text, tools). It
+returns the text outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes
+such functions from SGLang's parsers. A call in another form cannot be forced.
 """
 
 import json

@@ -79,8 +79,8 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # Until someone reads its exception, a cancelled task keeps it. The exception refers to this
-        # turn, and so to the session.
+        # A cancelled task keeps its exception until someone reads it. The exception refers to this
+        # turn, and so to the session. So we read it here.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return
@@ -125,8 +125,8 @@ class Turn:
             return self.result()
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event, then the events of a stream. Errors before the empty event are
-        raised; later ones are sent as events."""
+        """Yield an empty event, then the events of a stream. An error is raised if it comes before
+        the empty event, and sent as an event if it comes later."""
         numbers = itertools.count()
 
         def written(*events: Json) -> bytes:

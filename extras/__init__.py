@@ -1,10 +1,10 @@
-"""Optional parts of a run. The core imports one only if a key or an option names it.
+"""Optional parts of a run. The core imports a part only if a key or an option names it.
 
 The key `callbacks` names classes such as extras.doctor.Doctor. A run creates each with
 `Class(config)` and calls its methods on every rank, but `hooks` only on rank 0. Every method is
 optional:
 
-    hooks(run)          may return hooks of the engine: {class path: its arguments}
+    hooks(run)          may return a dict from the class path of engine hooks to their arguments
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
     on_step(metrics)    after the step's line is in metrics.jsonl
@@ -41,7 +41,7 @@ def read_records(path: Path) -> list[Record]:
 
 def read_config(folder: Path) -> Any:
     """Return the recorded configuration as nested namespaces. An old run may lack keys, and a
-    damaged file gives none."""
+    damaged file gives no keys."""
     path = folder / "config.yaml"
     keys = {}
     if path.is_file():

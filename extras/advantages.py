@@ -133,7 +133,7 @@ def row_mean(
     batch: Batch, *, length: int | None = None, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
     """Every row counts the same in the loss, as in GRPO. With `length` = L, every token counts
-    1 / (rows * L), as in Dr. GRPO (2503.20783). Both hold if actor.ppo_n_minibatches is 1."""
+    1 / (rows * L), as in Dr. GRPO (2503.20783). Both assume actor.ppo_n_minibatches=1."""
     # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
     # n trained tokens in the token's own row.
     A = base(batch, **keys)

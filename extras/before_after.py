@@ -4,8 +4,8 @@ rates with their Wilson intervals, and pass@k.
 
     callbacks: [extras.before_after.BeforeAfter]
 
-The first evaluation is kept in eval_base.json, where a restarted run finds it, and the second in
-eval_trained.json.
+The first evaluation is written to eval_base.json, so a restarted run does not repeat it. The second
+evaluation is written to eval_trained.json.
 """
 
 import json

@@ -340,10 +340,10 @@ class Canary:
     weights they differ only by rounding, about 1e-6 nats in float32. In bfloat16, rounding can hide
     a missed update. But a server's answer with the same bits as before reveals it.
 
-    The trainer does not wait for the new answer: it scores the previous one with the new weights.
-    At the next batch the new answer should be there. Then the trainer compares its scores of the
-    previous answer with the server's log-probabilities of the new one, up to the first token in
-    which the two answers differ.
+    The trainer does not wait for the new answer. It scores the previous answer with the new
+    weights. At the next batch the new answer should be there. Then the trainer compares its scores
+    of the previous answer with the server's log-probabilities of the new answer, up to the first
+    token in which the two answers differ.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -409,9 +409,9 @@ def compare(
     before: dict[Tokens, Tensor],
 ) -> tuple[Tensor, bool]:
     """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
-    weights (`scores`) and with the old ones (`before`). For the n tokens that both begin with,
-    return |scores - now's logprobs| (n,) in nats. Also return whether only the scores have
-    changed."""
+    weights (`scores`) and with the old ones (`before`). For the n tokens with which both answers
+    begin, return |scores - now's logprobs| (n,) in nats. Also return whether the scores have
+    changed, but not the answer."""
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
     n = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])

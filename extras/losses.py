@@ -92,7 +92,7 @@ def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
 def leave_out(
     chosen: Tensor, base: Loss, *tensors: Tensor, loss_mask: Tensor, **keys: Any
 ) -> Result:
-    """The loss without the `chosen` tokens, which the mean still counts."""
+    """The loss without the `chosen` tokens. The mean's denominator still counts them."""
     mask = loss_mask.bool()
     keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
     loss, stats = base(*tensors, mask & ~chosen, **keys)

@@ -3,7 +3,7 @@
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
 A plan needs no data, no weights and no GPUs, only the model's config.json. run/launch.py chooses
-the servers and their GPUs, as in a run; this file estimates memory and disk.
+the servers and their GPUs, as in a run. This file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
 each in float32. A frozen parameter takes 4 bytes, and a reference model adds 4 bytes per parameter.
@@ -76,8 +76,8 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
-    """Return (V H, R, P): the parameters of the last layer, of embedding and last layer together,
-    and of each layer between them."""
+    """Return (V H, R, P): the parameters of the output layer, of embedding and output layer
+    together, and of each layer between them."""
     last = shape.vocab_size * shape.hidden_size
     root = last if shape.tie_word_embeddings else 2 * last
     return last, root, (n - root) // shape.num_hidden_layers
@@ -111,11 +111,11 @@ def step_bytes(
     device: str = "cpu",
     ranks: int = 1,
 ) -> int:
-    """The bytes that a step needs beyond what a rank keeps.
+    """The bytes that a step needs beyond those that a rank always keeps.
 
     V is the vocabulary's size, H the hidden size. A layer has P parameters. The embedding and the
-    last layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
-    neither the embedding nor a last layer tied to it has a gradient.
+    output layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
+    neither the embedding nor an output layer tied to it has a gradient.
     """
     b = number_bytes(actor)
     tokens = actor.mb_tokens
@@ -127,8 +127,8 @@ def step_bytes(
     # With gradient checkpointing a layer keeps only its input. Layers are recomputed one by one.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    # head = b R + (4 + b) V H + saved + chunk: embedding and last layer, the last layer's gradient
-    # in float32, what one chunk of tokens adds to it, what all layers saved, the chunk's logits.
+    # head = b R + (4 + b) V H + saved + chunk: embedding and output layer, that layer's gradient in
+    # float32, what one chunk of tokens adds to it, what all layers saved, the chunk's logits.
     head = (4 + b) * min(last, learning) + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
     # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers, the gradient of one, and its
     # float32 copies before and after the ranks' gradients are added.
@@ -162,8 +162,8 @@ def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> fl
     """GiB that a server needs on each of its GPUs. SGLang uses bfloat16, and a small server uses
     server.dtype.
 
-    With more GPUs than key heads, several GPUs keep the same head. Raises ConfigError if the heads
-    cannot be divided (SGLang, srt/models/qwen2.py).
+    With more GPUs than key heads, several GPUs keep the same head. Raises ConfigError if SGLang
+    cannot divide the heads among the GPUs (srt/models/qwen2.py).
     """
     tp = config.server.tp_size
     heads, keys = count_heads(shape)
@@ -315,7 +315,7 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """The most bytes of weights on the disk. These are all saved models, two versions for the
+    """The most bytes that weights ever take on the disk: all saved models, two versions for the
     servers, and three checkpoints with parameters and moments (the last two and an unfinished
     one)."""
     interval = config.saver.interval or config.max_steps

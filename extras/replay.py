@@ -4,7 +4,7 @@
     python -m extras.replay runs/guess/one --until 7      the first seven
 
 Two runs with the same seed differ, because a weight update may interrupt a completion at token 57
-in one and at token 61 in the other. All else is fixed. The seed gives the prompts. Seed, call name
+in one and at token 61 in the other. The rest is fixed. The seed gives the prompts. Seed, call name
 and token position together give every random number. The small server computes the same bits for a
 completion, whatever else it computes and however often it is interrupted. A step depends only on
 weights and batch. So the configuration and schedule.jsonl together determine a run:
@@ -20,7 +20,7 @@ weights and batch. So the configuration and schedule.jsonl together determine a 
 A **span** is a stretch of tokens that one version computed. In call 1 of task 7's member 3, version
 2 computed tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same tasks
 as the recorded run, and waits for all tokens of version 2. Then it trains, pushes version 3, and
-continues with token 58. It generates only consumed groups, and stops at the first difference.
+continues with token 58. A replay generates only consumed groups, and stops at the first difference.
 
 Agent and server must be deterministic. Evaluations are not recorded.
 """
@@ -264,7 +264,7 @@ class Replay:
         self.config, self.replaying, self.until = config, replaying, until
 
     def hooks(self, run: Any) -> Fact:
-        """Return the engine's hooks for trainer and proxies as {class: its arguments}."""
+        """Name the class of the hooks in trainer and proxy, and give its arguments."""
         arguments = {"schedule": str(run.run_dir / FILE), "replay": self.replaying}
         return {"extras.replay.Hooks": arguments}
 
@@ -276,7 +276,7 @@ class Replay:
             run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return
-        # A kill may have cut off the last line. It is newer than the checkpoint, so remove it.
+        # A kill may have cut off the last line. The line is newer than the checkpoint: remove it.
         path = run.run_dir / FILE
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.record = run.engine.hooks.record

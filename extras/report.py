@@ -206,7 +206,7 @@ def read_step(
 
 
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
-    """Append a row's turns to `turns`, each with the entries of `names`. Return their positions.
+    """Append a row's turns to `turns`, each with the entries of `names`. Return the turns' places.
 
     A row may continue another row, whose turns are at `above`. Shared turns are not appended again.
     A turn holds what follows its parent turn: new messages, then sampled tokens.

@@ -7,7 +7,7 @@ phases:
     rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
 
 The executor reports the groups' events as they happen. The phases are laid end to end. Their
-lengths come from the step's metrics, and the last phase gets the rest of the step.
+lengths come from the step's metrics, and the last phase gets the rest of the step's time.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Send metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
 
-Both modules have wandb's interface. A subclass of Tracker can name another module with this
+The module trackio has wandb's interface. A subclass of Tracker can name another module with this
 interface. After a restart, Trackio continues the record of the run, but wandb begins a new one.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # how many of orjson's 254 levels of nesting stay free for what will enclose a value
+ROOM = 50  # of orjson's 254 levels of nesting, this many stay free for objects around a value
 
 
 class Refusal(ValueError):

@@ -51,7 +51,7 @@ def raise_open_files() -> None:
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Call `act` in a thread when this process has lost its parent."""
-    # The trainer passes its pid, because it can be killed before its child calls getppid.
+    # The trainer passes its pid. If it is killed before this line, getppid returns another pid.
     parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:
@@ -72,7 +72,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     server = uvicorn.Server(config)
     raise_open_files()
     # A garbage collection of old objects would visit every token of every session, which can take a
-    # second. So old objects are not collected.
+    # second. So the collector visits only young objects.
     gc.set_threshold(gc.get_threshold()[0], 1, 10**9)
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))

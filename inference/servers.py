@@ -76,8 +76,8 @@ class Servers:
         """Send `body` to all servers at once, and return their answers in order.
 
         If `body` is a list, it holds one body for each server. If it is None, the request is a GET.
-        Raises EngineError with the message of every server that failed. Call it only
-        from a thread in which no event loop runs.
+        Raises EngineError with the message of every server that failed. Call this only from a
+        thread in which no event loop runs.
         """
         bodies = body if isinstance(body, list) else [body] * len(self.addresses)
         pairs = zip(self.addresses, bodies, strict=True)

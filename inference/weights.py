@@ -65,9 +65,9 @@ def named_buckets(
     If `learning`, yield only the trainable weights.
 
     All ranks must take all buckets, because the ranks gather each tensor together. Taking the next
-    bucket empties the one before. In memory, transformers keeps the experts' weights in fused
-    tensors, whose names the servers would skip. So the buckets have the names and shapes of the
-    checkpoint files.
+    bucket empties the one before. In memory, transformers fuses the weights of experts, and the
+    servers would skip the names of the fused tensors. So the buckets have the names and shapes of
+    the checkpoint files.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert

@@ -48,7 +48,8 @@ class DispatchState:
     gate: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version among a result's trained tokens
     stale: str = "wait"  # wait, mask or drop
-    # for stale=mask: takes tokens older than `oldest` out of the loss; None if no other is left
+    # for stale=mask: takes tokens older than `oldest` out of the loss, and returns None if no
+    # trained token remains
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
     max_failures: int = 0  # 0 means max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None
@@ -137,7 +138,7 @@ class DispatchState:
         """Consume the next `count` groups, or return [] if one of them is unfinished.
 
         First, `mask` and `drop` remove the groups that are too old. If a group still exceeds the
-        bound, this raises StalenessError and consumes none.
+        bound, `take` raises StalenessError and consumes no group.
         """
         while True:
             batch = {i: self.trainable(data) for i, data in self.next_groups(count).items()}
@@ -235,7 +236,8 @@ class BatchTaskDispatcher:
         self.change(self.state.may_start)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the loop, start what the gate admits, and return the result."""
+        """Call a function in the loop, start what the gate then admits, and return the function's
+        result."""
         return self._wait(lambda: [function(*args)])[0]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -310,7 +312,7 @@ class BatchTaskDispatcher:
             data = await self.task_factory(task)
         except BaseException as raised:  # also the SystemExit of an agent
             error = raised
-        if self.stopped.done():  # this task was cancelled, and stays unfinished
+        if self.stopped.done():  # the run has stopped, so the task stays unfinished
             return
         try:
             self.state.finish(task.task_id, data, error)

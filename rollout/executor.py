@@ -11,13 +11,13 @@ rollout.dump_to_file=false, the text of the group's rows goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
-A sample runs with the arguments of the `prepare_batch` call that drew it, even if a later call
-returns its group.
+A sample runs with the arguments of the `prepare_batch` call that drew it, even if a later
+`prepare_batch` returns its group.
 
 **A restart** draws the samples again from the first, but skips closed positions. A position is
 closed if its sample was consumed, rejected, dropped or withdrawn. For example, if positions 0 to 7
 were drawn and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs
-positions 4 to 7 again, and continues with 8.
+positions 4 to 7 again, and continues with position 8.
 
 `submit` and all dataloaders share one count of ids. So if a run calls `submit`, or uses two
 dataloaders, an id is no longer a position in the data, and a restart may skip the wrong samples.
@@ -234,7 +234,7 @@ class WorkflowExecutor:
                     trajectory.dump, group, task.task_id, folder, newest, self.tokenizer
                 )
         except BaseException as error:
-            if not self.dispatcher.stopped.done():  # a stop cancels episodes, which is no failure
+            if not self.dispatcher.stopped.done():  # episodes cancelled by a stop have not failed
                 what = f"{context.stat_scope()} task {task.task_id}"
                 logger.warning("%s failed: %r", what, error, exc_info=error)
             raise

@@ -1,8 +1,8 @@
 """Compute a finite reward without delaying other episodes.
 
 A plain function in the episodes' shared event loop would make every agent wait. So
-AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. Time
-spent waiting for a free process does not count. A coroutine function runs in the loop.
+AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. The
+wait for a free process does not count towards this limit. A coroutine function runs in the loop.
 
 If a reward function fails, its episode fails. A reward of 0 instead would mislead the policy.
 """
@@ -31,9 +31,9 @@ class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids,
     completion_ids, **data)`.
 
-    If a plain function raises, the wrapper raises RuntimeError. A coroutine function's exception
-    passes unchanged. The time limit raises TimeoutError. A plain function must be importable in
-    another process.
+    If a plain function raises, the wrapper raises RuntimeError. If a coroutine function raises, the
+    wrapper raises the same exception. After the time limit it raises TimeoutError. A plain function
+    must be importable in another process.
     """
 
     reward_fn: Callable[..., Any]

@@ -11,8 +11,8 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. Nothing 
 | logprobs | float32 [B, L] | log pi_behav; 0 for a token that the policy did not sample | 0 |
 | versions | int32 [B, L] | policy version that computed the token; -1 if none did | -1 |
 | turn_ids | int32 [B, L] | number of the token's turn (0, 1, ...); -1 outside of turns | -1 |
-| turn_rewards | float32 [B, L] | final, discounted reward of the token's turn; 0 outside | 0 |
-| temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside | 1 |
+| turn_rewards | float32 [B, L] | final reward of the token's turn; 0 outside turns | 0 |
+| temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside turns | 1 |
 | rewards | float32 [B] | final reward of the row's last turn | |
 | truncated | int32 [B] | 1 = the last turn reached its token limit | |
 | side_conversations | int32 [B] | 1 = untrained side conversation (calls/sessions.py) | |
@@ -78,7 +78,7 @@ def head_version(traj: Trajectory) -> int | None:
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
-    """Leave tokens older than `oldest` out of the loss. Return None if nothing is left to train."""
+    """Take tokens older than `oldest` out of the loss. Return None if no trained token remains."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
     nothing_left = old.any() and not mask.any()
@@ -130,8 +130,9 @@ def complete(
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. A key whose tensor lacks the dimension L in any
-    trajectory is stacked unpadded. Raises ValueError if there is no trajectory, or if keys differ.
+    Tensors [B, L, ...] are padded along L. If a key's tensor lacks the dimension L in any
+    trajectory, all tensors of this key are stacked without padding. Raises ValueError if there is
+    no trajectory, or if keys differ.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")

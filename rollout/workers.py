@@ -1,7 +1,7 @@
 """Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
-Such code may compute for minutes, hang or crash. In the event loop that all episodes share, it
-would stop every episode. So a pool runs each call in a process that can be killed:
+Such code may compute for minutes, hang or crash. If it ran in the event loop that all episodes
+share, it would stop every episode. So a pool runs each call in a process that can be killed:
 
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
@@ -55,8 +55,8 @@ def bypass() -> dict[str, str]:
 
 
 class Worker:
-    """A process that runs one call after another, and a thread that waits for its answers. We do
-    not use uvloop's subprocesses, because they would outlive the loop."""
+    """A process that runs one call after another, and a thread that waits for the answers. We do
+    not use uvloop's subprocesses, because they would outlive the event loop."""
 
     def __init__(self) -> None:
         words = sys.executable, "-u", "-c", CODE.format(sys.path, os.getpid())
@@ -92,7 +92,7 @@ class Worker:
         return self.process.stdout.readline()
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # the group is empty (Linux, macOS)
+        with suppress(ProcessLookupError, PermissionError):  # an empty group raises (Linux, macOS)
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
             self._thread.shutdown()
@@ -156,8 +156,8 @@ def outcome_of(call: bytes) -> bytes:
         return json.dumps([None, f"{type(error).__name__}: {error}"]).encode()
 
 
-# A process has one loop for all its episodes, because clients that an agent leaves open would
-# complain about a closed loop.
+# A process has one event loop for all its episodes. If each episode closed a loop of its own, the
+# clients that an agent leaves open would complain.
 _runner = functools.cache(asyncio.Runner)
 
 

@@ -174,9 +174,9 @@ class PPOActorConfig(Keys):
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"
     """how log pi_prox is found: recompute, loglinear or metrics"""
     eps_clip: Share = 0.2
-    """clip u = pi_theta / pi_prox below 1 - eps_clip"""
+    """lower bound of the clip: u = pi_theta / pi_prox is raised to 1 - eps_clip"""
     eps_clip_higher: NonNegative | None = None
-    """clip u above 1 + this; default: eps_clip"""
+    """upper bound of the clip: u is lowered to 1 + eps_clip_higher; default: eps_clip"""
     c_clip: Annotated[float, Field(gt=1)] | None = None
     """dual clip: for A < 0, objective >= c_clip A"""
     behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = 5.0
@@ -224,7 +224,7 @@ class EvaluatorConfig(Keys):
     interval: CountOrZero = 0
     """steps between two evaluations; 0: never"""
     base_url: str | None = None
-    """with mode=eval: evaluate this OpenAI endpoint, with n_samples and the agent's own sampling"""
+    """with mode=eval: evaluate this OpenAI endpoint; of eval_gconfig, only n_samples applies"""
 
 
 class SaverConfig(Keys):

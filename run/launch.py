@@ -176,7 +176,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
         # By default SGLang would serve float32 models in float16. We make its logits float32,
-        # because the trainer's are.
+        # because the trainer's logits are float32, too.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]

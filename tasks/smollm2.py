@@ -15,9 +15,9 @@ Three things are left to do here:
 2. The file does not say how to cut a text before its characters are merged into tokens. This model
    reads every digit as a token of its own, so we cut numbers into digits.
 3. The file's chat template does not support tools. So the template below writes tools and calls as
-   Hermes and Qwen do. It describes the tools only in a conversation without calls. This small model
-   does not understand descriptions, and if it can imitate an earlier call, a description makes it
-   worse. The template also leaves out the model's default system prompt.
+   Hermes and Qwen do. It describes the tools only in a conversation without calls: this small model
+   does not understand descriptions, and where it can imitate an earlier call, a description makes
+   the model worse. The template also leaves out the model's default system prompt.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ def convert(file: Path, path: Path) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     state = {}
-    for name, _ in model.named_parameters():  # the embeddings are the last layer, too
+    for name, _ in model.named_parameters():  # the embeddings are also the output layer
         tensor = tensors[names.get_name(name, [".weight"])]
         w = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         for part, n in (("q_proj", heads), ("k_proj", groups)):

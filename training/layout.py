@@ -33,7 +33,7 @@ from run.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
 
-# Heads may share keys. torch 2.11's kernel detects this; later kernels must be told.
+# Heads may share keys. torch 2.11's kernel detects this, but later kernels must be told.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # Configuration keys of transformers that cap, scale or shift logits or attention.
@@ -81,10 +81,10 @@ def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
     """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
-    If the batch alternates between k kinds of prompts, each mini-batch has all of them, as long as
-    n and k have no common divisor. A group stays together, because in a tree its rows share their
-    prompt. Without group_ids, each row is a group. No mini-batch is empty: if there are fewer than
-    n groups, there are fewer mini-batches."""
+    If the batch alternates between k kinds of prompts, each mini-batch has all k kinds, provided
+    that n and k have no common divisor. A group stays together, because in a tree its rows share
+    their prompt. Without group_ids, each row is a group. No mini-batch is empty: if there are fewer
+    than n groups, there are fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
     groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
     n = min(n, len(groups))

@@ -3,16 +3,16 @@
 The logits of N tokens are an (N, V) matrix. With N = 16,384 and V = 151,936 it takes 9.3 GiB, and
 its softmax and its gradient are as large. But training needs only two numbers per token.
 
-Given its hidden state, a token's logits do not depend on other tokens. So the last layer takes one
-chunk of tokens after another, keeps the two numbers and forgets the logits. The backward pass
-recomputes the logits. With hidden state h, last layer W, temperature tau and the sampled token id:
+Given its hidden state, a token's logits do not depend on other tokens. So we compute the logits of
+one chunk of tokens after another, and keep only the two numbers per token. The backward pass
+recomputes the logits. With hidden state h, output layer W, temperature tau and sampled token id:
 
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096, the two passes take 289 MiB instead of 11,733 MiB (`python bench/loss.py`), but they
-compute four matrix products instead of three. The formula for z is wrong for models that scale, cap
-or shift their logits, so training/layout.py refuses such models.
+With N = 4,096, the forward and backward pass together take 289 MiB instead of 11,733 MiB (`python
+bench/loss.py`), but they compute four matrix products instead of three. The formula for z is wrong
+for models that scale, cap or shift their logits, so training/layout.py refuses such models.
 """
 
 from collections.abc import Callable, Iterator
@@ -101,9 +101,9 @@ def token_logprobs(
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a model the method read_hidden(read, **inputs). It runs the model
-    without its output layer, and returns read(hidden, weight), where `hidden` (b, t, D) are the
-    hidden states and `weight` (V, D) is the output layer's. FSDP gathers the parameters first."""
+    """Give a model the method read_hidden(read, **inputs). It runs the model without its output
+    layer, and returns read(hidden, weight), where `hidden` (b, t, D) are the hidden states and
+    `weight` (V, D) is the output layer's. FSDP gathers the parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

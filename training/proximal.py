@@ -10,8 +10,9 @@ the step's mini-batches, pi_theta is roughly version v + f:
 
 Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. A fresh token (v_b = v) has alpha 0:
 the guess is pi_behav, which is pi_prox. In the first mini-batch a stale token has alpha 1, and the
-guess is pi_theta, which is still pi_prox. Other guesses are approximate. For large lags they are
-near pi_theta, so the clip hardly acts (docs/staleness.md). No gradient flows through the guess.
+guess is pi_theta, which is still pi_prox. Other guesses are approximate. For large lags, alpha is
+near 1 and the guess near pi_theta, so the clip hardly acts (docs/staleness.md). No gradient flows
+through the guess.
 """
 
 import torch

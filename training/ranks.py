@@ -30,7 +30,7 @@ def join_ranks() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Otherwise Gloo would listen on the hostname's address.
+        # Without this variable, Gloo would listen on the hostname's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(backend, timeout=PATIENCE, **alone)
 

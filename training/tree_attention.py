@@ -11,7 +11,7 @@ and [a f] have 9 tokens, but their tree has 6:
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
     depth            0   1   2   3   2   1      the token's position, for the rotary embedding
-    subtree_end      6   5   4   4   5   6      the first index after its continuations
+    subtree_end      6   5   4   4   5   6      the first index after the token's subtree
 
     q attends to k   if and only if   k <= q < subtree_end[k]
 

@@ -1,4 +1,4 @@
-"""Steps that a GPU replays.
+"""Capture the steps of a model as CUDA graphs, which a GPU replays.
 
 A step copies its inputs to the GPU, starts kernels, and waits once, for the drawn tokens
 (sampling.py). A decode of a model with 1.5B parameters needs about a thousand kernels, and most of

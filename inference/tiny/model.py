@@ -6,7 +6,7 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
     x += W_o softmax(q k' / sqrt(d)) v                       attention to this and earlier tokens
     x += W_down (silu(W_gate norm(x)) * W_up norm(x))        the feed-forward network
 
-After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v; Qwen3 applies norm
+After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v. Qwen3 applies norm
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
 microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
 
@@ -16,9 +16,9 @@ and the next turn of a conversation differ only in the number of these tokens.
 *The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
 place, but a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
-*Bits.* On a CPU in float32, a row's logits do not depend on the other rows. Torch picks a kernel by
+*Bits.* On a CPU in float32, a row's logits do not depend on other rows. But torch picks a kernel by
 the matrices' shapes, and two kernels can add in different orders. Four rules keep the order fixed.
-Weights are stored column by column (`_fuse`). A product has 8 to 128 rows (`product`, `attend`). A
+Weights are stored column by column (`_load`). A product has 8 to 128 rows (`product`, `attend`). A
 prompt's tokens are padded to a multiple of 8. `key_length` rounds up the number of keys.
 
 *bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
@@ -65,7 +65,7 @@ ONEDNN = torch.ops.mkldnn
 EMBEDDING = "model.embed_tokens.weight"
 
 FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
-PREFILL = 512  # rows of a prefill in other cases, in which no bits are promised
+PREFILL = 512  # most rows of a prefill in other cases, where the bits may depend on other rows
 
 
 def read_weights(folder: str) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         mask = mask.repeat(1, 1, share, 1)
     if q.is_cpu and q.dtype == torch.bfloat16:
         # Two products are faster than torch's own attention. The first takes whole slots, because
-        # torch would copy a part of the keys.
+        # torch would copy the keys if they were only a part of each slot.
         scores = torch.add(mask, (folded @ k.mT)[..., :n].float(), alpha=q.shape[-1] ** -0.5)
         out = torch.softmax(scores, -1).to(v.dtype) @ values
     else:  # in float32 on a CPU, copies of q fill the product to at least FEWEST rows
@@ -173,7 +173,7 @@ class Model:
 
     norm: Tensor  # (D,)
     w_head: Tensor  # (D, vocab)
-    embedding: Tensor  # (vocab, D), a view of the head if they are tied
+    embedding: Tensor  # (vocab, D); a view of w_head if the two are tied and w_head is not packed
 
     def __init__(
         self,
@@ -286,8 +286,8 @@ class Model:
         ids = torch.tensor([feed + [0] * (columns - len(feed)) for feed in feeds])
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
-        # Where the keys of the first head go in the cache. Those of padding lie behind its end, and
-        # `_layers` moves them to its last place.
+        # Where the keys of the first head go in the cache. Padding gets a place beyond the cache's
+        # end, and `_layers` replaces it by the cache's last place.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:
@@ -337,8 +337,8 @@ class Model:
 
     def fit(self, longest: int) -> tuple[int, int]:
         """Return the length of a slot that holds `longest` tokens, and the number of such slots.
-        The length is 64, 128, 192, 640 or a multiple of 512 (`key_length` says why), but more
-        lengths suit bfloat16 on a CPU."""
+        The length is 64, 128, 192, 640 or a multiple of 512 (`key_length` says why). With packed
+        weights (bfloat16 on a CPU), it can also be another result of `round_up_a_little`."""
         length = round_up_a_little(longest, 64)
         length = min(length if self.packs else key_length(length), self.positions)
         return length, min(self.most_slots, self.positions // length)

@@ -1,8 +1,9 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
-Every draw uses one random number, a hash of the request's seed and the token's position, so it does
-not depend on the other requests in the batch. If a request is aborted, and sent again with its seed
-and partial output, its next tokens get the same numbers as without the abort.
+Every draw uses one random number. This number is a hash of the request's seed and the token's
+position, so it does not depend on the other requests in the batch. If a request is aborted, and
+sent again with its seed and partial output, its next tokens get the same numbers as without the
+abort.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
 trainer applies none of these three, so it leaves out tokens that were sampled with one of them
@@ -74,8 +75,8 @@ class Sequence:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1): 23 bits of a hash of seed and position. So its product with any
-    float32 is smaller than that number."""
+    """Return a number u in [0, 1): 23 bits of a hash of seed and position. So u x is smaller than x
+    for any positive float32 x."""
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=3).digest()
     return (int.from_bytes(digest, "big") >> 1) / 2**23
 
@@ -92,9 +93,9 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Return the next token of each sequence and its logprob, from `logits` (n, vocab), which it
-    overwrites: new memory for every step costs more than the formulas. Only `tolist` waits for a
-    GPU."""
+    """Return the next token of each sequence and its logprob. `logits` (n, vocab) are overwritten,
+    because new memory for every step would cost more time than the formulas. Only `tolist` waits
+    for a GPU."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
     draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]

@@ -18,8 +18,8 @@ its queue, and its keys are computed again later. To avoid this, slots grow only
 
 *Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
 are taken, a session that runs at least two sequences more than a waiting session gives up a slot. A
-sequence that does not fit beside the running ones waits, and so do those behind it in its queue.
-Others may overtake it for PATIENCE steps, and later only sessions that run fewer than its session.
+sequence that does not fit beside the running ones waits, and holds up its queue. For PATIENCE
+steps, all other sessions may overtake it. Later, only sessions that run fewer than its own may.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all running sequences back to their queues.
@@ -122,7 +122,7 @@ class Scheduler:
         return True
 
     def _choose(self) -> tuple[int, int, int]:
-        """Return the step's first slot, the slot after its last, and how many tokens each may feed.
+        """Return the step's first slot, the slot after its last, and the most tokens fed to a slot.
 
         Prompts come before decodes. But a decode follows each piece of a long prompt, and each
         prompt whose answer ended with its first token. Otherwise running sequences would get no
@@ -132,7 +132,7 @@ class Scheduler:
         ready = [i for i, n in enumerate(left) if n == 1]
         if ready and (self.decodes_next or max(left) == 1):
             self.decodes_next = False
-            return ready[0], ready[-1] + 1, 1  # decode; the slots between are fed a token, too
+            return ready[0], ready[-1] + 1, 1  # decode; prompts in between are fed a token, too
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
@@ -217,7 +217,7 @@ class Scheduler:
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # How many the other sessions can give up, so that each still runs one more than this one.
+        # How many the other sessions can give up, so that each still runs one more than `session`.
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
         # The only slot of a full cache goes to a much shorter sequence.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
@@ -243,7 +243,7 @@ class Scheduler:
 
     def _send_back(self) -> None:
         """Send a sequence back to the head of its queue. The session that runs the most sequences
-        gives up the one that is cheapest to compute again. Its keys stay in an idle slot."""
+        gives up the one that is cheapest to compute again. The keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
