@@ -377,5 +377,5 @@ class Model:
             or not named[name].sum(dtype=torch.float32).isfinite()
         ]
         if wrong or not new:
-            raise RuntimeError(f"{wrong or 'all'}: another shape, not finite, or not of this model")
+            raise RuntimeError(f"{wrong or 'all'}: missing, not finite, or of another shape or model")
         self._load(named)
