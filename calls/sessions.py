@@ -137,9 +137,9 @@ class Session:
 
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
         """Compute the final rewards. With `cut`, a call reads only the calls that it continues or
-        names. A call that leads to no reward counts in its parent's mean, but not in the means of
-        the other calls that it reads. So if a client makes a call for itself and copies an answer
-        into it, that call does not lower the answer's reward."""
+        names. A call's final reward includes the mean of its readers' final rewards (cache.py). A
+        reader that leads to no reward counts in this mean if it continues the call, but not if it
+        copies the answer: it may be a call that a client has made for itself."""
         check_discount(turn_discount)  # before anything changes
         finished = self.cache.finished()
         for call in finished if cut else ():

@@ -80,7 +80,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
 
 def read_call(body: str, tools: Tools) -> Json:
     """Return the call {"name", "arguments"} in the JSON text `body`. Raises ValueError, TypeError
-    or KeyError if it is no call of an offered tool."""
+    or KeyError if the text does not call one of `tools`."""
     call = read_json(body)
     name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     if name not in names_of(tools) or not isinstance(arguments, dict):

@@ -43,8 +43,9 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files for this process and its children. A limit of 1,024 is too low
-    for 1,000 requests in flight."""
+    """Raise the limit on open files for this process and its children. The usual 1,024 is too low
+    for 1,000 requests in flight, as the proxy needs a connection to the agent and one to the server
+    for each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 

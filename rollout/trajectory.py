@@ -109,8 +109,8 @@ def complete(
     traj: Trajectory, task_id: int, version: int = 0, temperature: float = 1.0
 ) -> Trajectory:
     """Add every missing key of the table, and give the others the table's dtype. Without
-    `versions`, sampled tokens get `version`, the version at the episode's start, because none of
-    them can be older. Without `temperatures`, sampled tokens get `temperature`.
+    `versions`, sampled tokens get `version`, the version at the episode's start. None of them can
+    be older. Without `temperatures`, sampled tokens get `temperature`.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}

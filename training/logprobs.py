@@ -34,8 +34,8 @@ def chunks(weight: Tensor, *things: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(c, D), (V, D) -> (c, V) float32. A GPU adds the products of bfloat16 numbers in float32, as
-    SGLang does with --enable-fp32-lm-head."""
+    """(c, D), (V, D) -> (c, V) float32. On a GPU, logits of bfloat16 numbers are never rounded to
+    bfloat16, as in SGLang with --enable-fp32-lm-head."""
     if hidden.is_cuda and weight.dtype == torch.bfloat16:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).float()

@@ -33,8 +33,9 @@ class Graphs:
         self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Return function(inputs) on the GPU, for inputs on the CPU. Calls with the same `key` must
-        have the same shapes. The next call may overwrite the result."""
+        """Copy `inputs` to the GPU, and replay the graph of `key`, which returns function(inputs).
+        The first call with a key captures its graph. Calls with the same key must have the same
+        shapes. The next call may overwrite the result."""
         if key in self.captured:
             graph, fixed, out = self.captured.pop(key)
             fixed.copy_(inputs, non_blocking=True)

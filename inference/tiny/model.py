@@ -142,7 +142,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     rows = len(x)
     if FEWEST <= rows <= MOST or not x.is_cpu:
         return x @ w
-    x = F.pad(x, (0, 0, 0, max(0, FEWEST - rows)))
+    x = F.pad(x, (0, 0, 0, -rows % FEWEST))  # so the last part has FEWEST rows, too
     return torch.cat([part @ w for part in x.split(MOST)])[:rows]
 
 
@@ -296,7 +296,7 @@ class Model:
         return torch.stack((ids, positions, places, torch.tensor(last).expand(-1, columns)))
 
     def _layers(self, inputs: Tensor, first_slot: int, n_keys: int) -> Tensor:
-        """Return x of each row's last token after all layers, (rows, D)."""
+        """Return the hidden state x of each row's last token after all layers, (rows, D)."""
         heads, groups, d = self.heads, self.groups, self.d
         ids, positions, places, last = inputs
         rows, columns = ids.shape
@@ -377,5 +377,5 @@ class Model:
             or not named[name].sum(dtype=torch.float32).isfinite()
         ]
         if wrong or not new:
-            raise RuntimeError(f"{wrong or 'all'}: missing, not finite, or of another shape or model")
+            raise RuntimeError(f"{wrong or 'all'}: missing, not finite or of another shape")
         self._load(named)

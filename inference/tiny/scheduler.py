@@ -124,9 +124,10 @@ class Scheduler:
     def _choose(self) -> tuple[int, int, int]:
         """Return the step's first slot, the slot after its last, and the most tokens fed to a slot.
 
-        Prompts come before decodes. But a decode follows each piece of a long prompt, and each
-        prompt whose answer ended with its first token. Otherwise running sequences would get no
-        tokens until the long prompt is computed, or while requests for one token keep coming.
+        Prompts come before decodes, with two exceptions. A decode follows each piece of a long
+        prompt, else running sequences would get no tokens until that prompt is computed. And a
+        decode follows each prompt whose first token ended its answer, else they would get none
+        while requests for one token keep coming.
         """
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
