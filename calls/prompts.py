@@ -15,7 +15,7 @@ template cannot strip its reasoning, and the conversation is one sequence to tra
 
 Such a prompt is right only if the tail depends on nothing but the new messages. `PromptBuilder`
 tests this with a user's message, then with a tool's result, because some templates write results
-into calls. If the first test fails, every prompt is rendered whole. If only the second fails, prompts
+into calls. If the first test fails, every prompt is rendered whole. If only the second fails, those
 with new results are rendered whole. A turn that changes the tools is rendered whole, as a new row.
 
 If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same

@@ -62,6 +62,8 @@ LAYER = {  # matrix of a layer: the folder's weights that it joins
 }
 
 ONEDNN = torch.ops.mkldnn
+# whether oneDNN multiplies bfloat16 on this CPU
+PACKS = torch.backends.mkldnn.is_available() and ONEDNN._is_mkldnn_bf16_supported()
 EMBEDDING = "model.embed_tokens.weight"
 
 FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
@@ -119,7 +121,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if columns > 1:
         mask = mask.repeat(1, 1, share, 1)
-    if q.is_cpu and q.dtype == torch.bfloat16:
+    if PACKS and q.is_cpu and q.dtype == torch.bfloat16:
         # Two products are faster than torch's own attention. The first takes whole slots, because
         # torch would copy the keys if they were only a part of each slot.
         scores = torch.add(mask, (folded @ k.mT)[..., :n].float(), alpha=q.shape[-1] ** -0.5)
@@ -171,10 +173,6 @@ def key_length(longest: int) -> int:
 class Model:
     """A language model, with the keys and values of its slots."""
 
-    norm: Tensor  # (D,)
-    w_head: Tensor  # (D, vocab)
-    embedding: Tensor  # (vocab, D); a view of w_head if the two are tied and w_head is not packed
-
     def __init__(
         self,
         folder: str,
@@ -193,8 +191,7 @@ class Model:
         self.device = torch.device(device)
         self.exact = self.device.type == "cpu" and dtype == "float32"  # as "Bits" above says
         self.chunk = MOST if self.exact else PREFILL  # limit of a prompt's tokens in a step, padded
-        is_fast = torch.backends.mkldnn.is_available() and ONEDNN._is_mkldnn_bf16_supported()
-        self.packs = self.device.type == "cpu" and not self.exact and is_fast
+        self.packs = PACKS and self.device.type == "cpu" and not self.exact
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
@@ -214,28 +211,35 @@ class Model:
         self.kv = self.cache[:, :, None, None, :0]
         self.resize(1)
 
-        self.layers = [SimpleNamespace(**dict.fromkeys(LAYER)) for _ in range(n_layers)]
         is_tied = config.get("tie_word_embeddings")
-        self.parts = [  # an attribute, and the folder's weights that are joined in it
-            (self, "norm", ["model.norm.weight"]),
-            (self, "w_head", [EMBEDDING if is_tied else "lm_head.weight"]),
-            *(
-                (layer, part, [f"model.layers.{i}.{name}" for name in names])
-                for i, layer in enumerate(self.layers)
-                for part, names in LAYER.items()
-            ),
+        outer = {  # parts outside the layers
+            "norm": "model.norm.weight",  # (D,)
+            "w_head": EMBEDDING if is_tied else "lm_head.weight",  # (D, vocab)
+            "embedding": EMBEDDING,  # (vocab, D)
+        }
+        is_view = is_tied and not self.packs  # whether the embedding is a view of w_head
+        if is_view:
+            del outer["embedding"]
+        self.outer = SimpleNamespace(**dict.fromkeys(outer))
+        self.layers = [SimpleNamespace(**dict.fromkeys(LAYER)) for _ in range(n_layers)]
+        self.parts = [(self.outer, part, [name]) for part, name in outer.items()]
+        self.parts += [
+            (layer, part, [f"model.layers.{i}.{name}" for name in names])
+            for i, layer in enumerate(self.layers)
+            for part, names in LAYER.items()
         ]
-        if self.packs or not is_tied:
-            self.parts.append((self, "embedding", [EMBEDDING]))
         self.shapes = {name: weight.shape for name, weight in files.items()}
         self._load(files)
-        if not hasattr(self, "embedding"):
-            self.embedding = self.w_head.t()
+        if None in vars(self.outer).values():
+            raise ValueError(f"{folder} has no embedding, norm or head")
+        if is_view:
+            self.outer.embedding = self.outer.w_head.t()
         self.graphs = Graphs() if self.device.type == "cuda" else None
 
     def _load(self, named: Mapping[str, Tensor]) -> None:
-        """Join weights (out, in) along `out` into matrices (in, out), and biases into vectors. New
-        weights are copied into the old tensors, where CUDA graphs read them."""
+        """Join weights (out, in) along `out` into matrices (in, out), and biases into vectors.
+        Packed matrices stay (out, in). New weights are copied into the old tensors, where CUDA
+        graphs read them."""
         for owner, part, names in self.parts:
             if names[0] not in named:
                 continue
@@ -249,8 +253,8 @@ class Model:
                 joined = torch.cat([one.t() for one in weights], dim=-1)
             else:
                 joined = torch.cat(weights).t()
-            old = vars(owner).get(part)
-            vars(owner)[part] = joined if old is None else old.copy_(joined)
+            old = getattr(owner, part)
+            setattr(owner, part, joined if old is None else old.copy_(joined))
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
@@ -274,7 +278,9 @@ class Model:
             layers = partial(self._layers, first_slot=0, n_keys=n_keys)
             x = self.graphs.run((rows, n_keys, length), layers, self._inputs(feeds, cached, 0))
             x = x[first_slot:end]
-        return product(rms_norm(x, self.norm, self.eps), self.w_head)  # logits = W_head norm(x)
+        return product(
+            rms_norm(x, self.outer.norm, self.eps), self.outer.w_head
+        )  # logits = W_head norm(x)
 
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
         """Return a step's inputs, (4, rows, columns). They are each token's id, position and place
@@ -313,7 +319,9 @@ class Model:
         angle = positions[:, :, None, None] * self.frequencies
         rotation = torch.polar(torch.ones_like(angle), angle)
 
-        x = F.embedding(ids.flatten(), self.embedding).float()  # (T, D) with T = rows * columns
+        x = F.embedding(
+            ids.flatten(), self.outer.embedding
+        ).float()  # (T, D) with T = rows * columns
         for w, kv, (keys, values) in zip(self.layers, self.cache, read, strict=True):
             # q, k, v = W_q norm(x), W_k norm(x), W_v norm(x); q and k are rotated
             qkv = product(rms_norm(x, w.norm_1, self.eps), w.w_qkv)
@@ -368,7 +376,8 @@ class Model:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
         RuntimeError, and changes nothing, if all weights are missing, or if one has another shape
         or is not finite. A NaN is refused because keys computed from it would stay in the cache."""
-        new = [name for *_, names in self.parts if names[0] in named for name in names]
+        joined = (names for *_, names in self.parts if not named.keys().isdisjoint(names))
+        new = {name for names in joined for name in names}
         wrong = [  # a sum is quick, and finite only if all numbers are
             name
             for name in new

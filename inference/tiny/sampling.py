@@ -75,10 +75,9 @@ class Sequence:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number u in [0, 1): 23 bits of a hash of seed and position. So u x is smaller than x
-    for any positive float32 x."""
+    """Return a number in [0, 1): 24 bits of a hash of seed and position."""
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=3).digest()
-    return (int.from_bytes(digest, "big") >> 1) / 2**23
+    return int.from_bytes(digest, "big") / 2**24
 
 
 def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
@@ -120,7 +119,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
     # 4. token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum_(-1)
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)  # (n, 1)
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
     if any(p.temperature < 1e-6 for p in params):
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
     both = torch.cat((token, logprobs.gather(1, token)), dim=1)  # float32 holds ids below 2^24
