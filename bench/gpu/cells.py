@@ -306,7 +306,8 @@ def decode(path, rows, context):
     model.resize(context)
     sequences = [Sequence("", [k], SamplingParams(sampling_seed=k)) for k in range(rows)]
     feeds, cached = [[k] for k in range(rows)], [context - 1] * rows
-    read = model.cache.nbytes + sum(weight.nbytes for weight in model.weights.values())
+    count = sum(shape.numel() for shape in model.shapes.values())
+    read = model.cache.nbytes + count * model.cache.element_size()
     found = {"cell": "decode", "model": Path(path).name, "rows": rows, "context": context}
     graphs = model.graphs
     for way in ("eager", "graph")[: 1 + on_gpu()]:
