@@ -191,7 +191,7 @@ class Model:
         self.device = torch.device(device)
         self.exact = self.device.type == "cpu" and dtype == "float32"  # as "Bits" above says
         self.chunk = MOST if self.exact else PREFILL  # limit of a prompt's tokens in a step, padded
-        self.packs = PACKS and self.device.type == "cpu" and not self.exact
+        self.packs = PACKS and self.device.type == "cpu" and not self.exact  # weights w_...
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
@@ -278,9 +278,8 @@ class Model:
             layers = partial(self._layers, first_slot=0, n_keys=n_keys)
             x = self.graphs.run((rows, n_keys, length), layers, self._inputs(feeds, cached, 0))
             x = x[first_slot:end]
-        return product(
-            rms_norm(x, self.outer.norm, self.eps), self.outer.w_head
-        )  # logits = W_head norm(x)
+        # logits = W_head norm(x)
+        return product(rms_norm(x, self.outer.norm, self.eps), self.outer.w_head)
 
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
         """Return a step's inputs, (4, rows, columns). They are each token's id, position and place
