@@ -18,9 +18,9 @@ and the answers of the calls that its header x-pocket-areal-reads names (`Sessio
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Of
 calls with the same first message, either all are side conversations or none is. So a call with a
-child is no side conversation: the child has the same first message, but does not look like a side
-conversation, because it has a parent. If every call of a session looks like a side conversation,
-none counts as one.
+child is no side conversation. Its child has the same first message, and the child has a parent, so
+the child does not look like a side conversation. If every call of a session looks like a side
+conversation, none counts as one.
 """
 
 import itertools

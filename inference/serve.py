@@ -43,16 +43,17 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files for this process and its children. The usual 1,024 is too low
-    for 1,000 requests in flight, as the proxy needs a connection to the agent and one to the server
-    for each."""
+    """Raise the limit on open files for this process and its children. The usual limit of
+    1,024 is too low for 1,000 requests in flight, because the proxy needs two connections for each
+    request: to the agent and to the server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Call `act` in a thread when this process has lost its parent."""
-    # The trainer passes its pid. If it is killed before this line, getppid returns another pid.
+    # The trainer passes its pid, because getppid returns another pid if the trainer is killed
+    # before this line.
     parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:

@@ -202,8 +202,8 @@ SGLANG_VARIABLES = {
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy for these servers. Start it when the servers answer. `hooks` maps the class path
-    of each engine hook to its arguments."""
+    """The proxy for these servers. The caller starts it when the servers answer. `hooks` maps the
+    class path of each engine hook to its arguments."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.model_dump())]
     words += ["--hooks", json.dumps(hooks)]

@@ -191,7 +191,7 @@ class Model:
         self.device = torch.device(device)
         self.exact = self.device.type == "cpu" and dtype == "float32"  # as "Bits" above says
         self.chunk = MOST if self.exact else PREFILL  # limit of a prompt's tokens in a step, padded
-        self.packs = PACKS and self.device.type == "cpu" and not self.exact  # weights w_...
+        self.packs = PACKS and self.device.type == "cpu" and not self.exact  # the matrices w_...
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
@@ -215,11 +215,9 @@ class Model:
         outer = {  # parts outside the layers
             "norm": "model.norm.weight",  # (D,)
             "w_head": EMBEDDING if is_tied else "lm_head.weight",  # (D, vocab)
-            "embedding": EMBEDDING,  # (vocab, D)
         }
-        is_view = is_tied and not self.packs  # whether the embedding is a view of w_head
-        if is_view:
-            del outer["embedding"]
+        if self.packs or not is_tied:  # else the embedding (vocab, D) is a view of w_head
+            outer["embedding"] = EMBEDDING
         self.outer = SimpleNamespace(**dict.fromkeys(outer))
         self.layers = [SimpleNamespace(**dict.fromkeys(LAYER)) for _ in range(n_layers)]
         self.parts = [(self.outer, part, [name]) for part, name in outer.items()]
@@ -232,7 +230,7 @@ class Model:
         self._load(files)
         if None in vars(self.outer).values():
             raise ValueError(f"{folder} has no embedding, norm or head")
-        if is_view:
+        if "embedding" not in outer:
             self.outer.embedding = self.outer.w_head.t()
         self.graphs = Graphs() if self.device.type == "cuda" else None
 

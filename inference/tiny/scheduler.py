@@ -125,9 +125,9 @@ class Scheduler:
         """Return the step's first slot, the slot after its last, and the most tokens fed to a slot.
 
         Prompts come before decodes, with two exceptions. A decode follows each piece of a long
-        prompt, else running sequences would get no tokens until that prompt is computed. And a
-        decode follows each prompt whose first token ended its answer, else they would get none
-        while requests for one token keep coming.
+        prompt. Otherwise running sequences would get no tokens until that prompt is computed. A
+        decode also follows each prompt whose first token ended its answer. Otherwise running
+        sequences would get no tokens while requests for one token keep coming.
         """
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
