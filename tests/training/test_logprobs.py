@@ -28,8 +28,8 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch, chunk, uses):
-    """Chunks of every size give the same values and gradients. This also holds if the loss uses only
-    one of the two results, or if the output layer is frozen."""
+    """Chunks of every size give the same values and gradients. This also holds if the loss uses
+    only one of the two results, or if the output layer is frozen."""
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", chunk * 29)
     results = []
     for function, learns in ((plain, True), (token_logprobs, True), (token_logprobs, False)):
