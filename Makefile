@@ -8,7 +8,7 @@ BUG ?=
 
 .PHONY: demo tool compare tour museum test test-runs test-oldest test-sglang agents lint bench soak clean
 
-demo: $(VENV)/ready            ## train the demo, in about a minute
+demo: $(VENV)/ready            ## train the demo, in one to three minutes
 	$(BIN)/python train.py
 
 tool: $(VENV)/llm              ## teach a pretrained model of 135M parameters to use a calculator

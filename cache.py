@@ -1,4 +1,4 @@
-"""The calls of one session form a tree, which yields rewards and training rows.
+"""The calls of one session form a tree, from which we compute rewards and training rows.
 
 An **interaction** is one call of an agent: the messages that it sent and the tokens of the answer.
 The agent sends the whole conversation with every call, so a later call repeats earlier messages:
@@ -8,19 +8,20 @@ The agent sends the whole conversation with every call, so a later call repeats 
 
 **The tree is a dict**, `_conversations`. A finished interaction is stored under the digest of its
 conversation: its messages and its output. A new call looks up the digest of every prefix of its
-messages. The longest prefix found is the parent's conversation. So A is the parent of B and C.
-Messages are compared in `canonical` form (calls/messages.py), because clients rewrite JSON.
+messages. The longest prefix found is the parent's conversation. So B and C find their parent A.
+Messages are compared in `canonical` form (calls/messages.py), because clients rewrite the JSON of
+earlier messages.
 
 **Rewards** r(i) become final rewards R(i), from the last call to the first:
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
 
-A call reads the answer that it continues, so B and C read A. With gamma = 0.5, three successive
-calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py decides what else a call has read.
-It also finds side conversations, such as a request for a title, which get no reward.
+A call has read the answer that it continues: B and C have read A. With gamma = 0.5, three
+successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py finds which other answers
+a call has read, and which calls are side conversations, such as a request for a title.
 
-**Rows.** A call that is part of a row is called a **turn**. Style "individual" gives every turn a
-row of its own, and "concat" gives every leaf a row with the turns that led to it:
+**Rows.** A call that is part of a row is called a **turn**. Style "individual" makes one row of
+every turn. Style "concat" makes one row of every leaf and the turns that led to it, for example:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -28,8 +29,8 @@ row of its own, and "concat" gives every leaf a row with the turns that led to i
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
 A turn joins its parent's row only if its prompt begins with the parent's prompt and answer, token
-for token. A sampled token that several leaves share is trained once, with the final reward of its
-own turn.
+for token. If several rows share a turn, only one of them trains the turn's tokens, with the turn's
+own final reward.
 """
 
 import copy
@@ -76,7 +77,7 @@ def check_style(style: Any) -> None:
 
 @dataclass(eq=False, repr=False)
 class InteractionWithTokenLogpReward:
-    """One call of an agent; it is complete when it has its tokens."""
+    """One call of an agent. It is complete when its answer's tokens have arrived."""
 
     messages: list[Message]
     interaction_id: str = ""
@@ -88,14 +89,17 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    turn: int = 0  # 1 + the largest `turn` among the calls that it reads; 0 if it reads none
+    # 1 + the parent's `turn`; without a parent, 1 + the largest `turn` of the calls that it names
+    # or copies, or 0
+    turn: int = 0
     digest: int = 0  # of all messages
     # the calls whose answers this call has read: its parent, and those that a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
-    # set by a session: the digest of this call's first message, the digests of the first messages
-    # that begin no side conversation, and the calls that the header x-pocket-areal-reads names
-    first_digest: int = 0
+    # set by a session:
+    first_digest: int = 0  # of this call's first message
+    # the digests of all first messages that begin no side conversation
     agent_digests: set[int] = field(default_factory=set)
+    # the calls that the header x-pocket-areal-reads names
     named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by an export: pairs (turn, whether this row trains it)
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
@@ -158,8 +162,8 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Rebuild an interaction, with its final reward and its row. In `exported`, `parent` and
-    `reads` are ids. The caller sets both fields to the calls with these ids (calls/client.py)."""
+    """Rebuild an interaction, with its final reward and its row. `exported` has only the ids of
+    the parent and of the calls that it reads, so calls/client.py sets `parent` and `reads`."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
@@ -169,8 +173,9 @@ Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
 
 
 def extend(digest: int, message: Message) -> int:
-    """Add `message` to a conversation's digest, which begins as 0. Python's hash has 64 bits, so
-    collisions are unlikely. Its key is random, so nobody can construct a collision."""
+    """Return a conversation's digest after one more message. An empty conversation has the
+    digest 0. Python's hash has 64 bits, so collisions are unlikely. The hash has a random key, so
+    nobody can construct a collision."""
     return hash((digest, canonical(message)))
 
 
@@ -194,8 +199,8 @@ class InteractionCache(dict[str, Interaction]):
         return call
 
     def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
-        """Return the finished interaction whose conversation is the longest prefix of `messages`,
-        and the digest of `messages`."""
+        """Return (parent, digest of `messages`). The parent is the finished interaction whose
+        conversation is the longest prefix of `messages`, or None."""
         parent, digest, start = None, 0, 0
         if self._conversations:  # usually, a call continues the latest conversation
             whole, latest = next(reversed(self._conversations.items()))
@@ -208,7 +213,7 @@ class InteractionCache(dict[str, Interaction]):
         return parent, digest
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
-        """Store a call's answer. Now the call can be continued, rewarded and exported."""
+        """Store a call's answer, so that the call can be continued, rewarded and exported."""
         call.model_response = response
         call.output_message_list = [output]
         self._conversations[extend(call.digest, output)] = call
@@ -224,8 +229,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return the finished call with this id. None means the latest call that is no side
-        conversation. Raises Refusal if no call fits."""
+        """Return the finished call with this id. If the id is None, return the latest finished
+        call that is no side conversation. Raises Refusal if there is no such call."""
         latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
@@ -245,8 +250,8 @@ class InteractionCache(dict[str, Interaction]):
         self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
     ) -> None:
         """Replace every reward r(i) by the final R(i). Every call passes its R to its parent. The
-        calls in `leads`, which lead to a reward, also pass it to the other calls that they read.
-        Raises RuntimeError if the rewards are already final."""
+        calls in `leads`, which lead to a reward, pass their R to every call that they read. Raises
+        RuntimeError if the rewards are already final."""
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = check_discount(turn_discount)
@@ -264,17 +269,19 @@ class InteractionCache(dict[str, Interaction]):
     # ---- export
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions that become rows: all finished ones, or, with style "concat",
-        one for each leaf (`join_turns`). Raises Refusal for any other style."""
+        """Return the interactions that become rows. With style "individual", these are all finished
+        interactions. With "concat", there is one for each leaf (`join_turns`). Raises Refusal for
+        any other style."""
         check_style(style)
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return one row for each leaf: a copy of the leaf, whose `row_turns` are the row's turns. If
-    several rows share a turn, only the first of them trains it. Let `first` be the first turn that
-    a row trains. Then the row's `parent` is the row that trains `first.parent`, or None."""
+    """Return one row for each leaf: a copy of the leaf, with the row's turns in `row_turns`. If
+    several rows share a turn, only the first of these rows trains it. Let `first` be the first turn
+    that a row trains. Then the row's `parent` is the row that trains `first.parent`, or None if
+    `first` has no parent."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
@@ -314,8 +321,9 @@ NOT_SAMPLED = {
 def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
     """Return the row of a conversation, as in the table of rollout/trajectory.py.
 
-    `turns` are pairs (turn, whether this row trains it). Side conversations without a reward, and
-    turns whose sampling the trainer cannot reproduce, are in the row but left out of the loss.
+    `turns` has pairs (turn, whether this row trains it). A turn is in the row but left out of the
+    loss if it is a side conversation without a reward, or if the trainer cannot reproduce its
+    sampling.
     """
     leaf = turns[-1][0]
     last = leaf.tokens

@@ -14,21 +14,21 @@ version of the weights that computed it:
 The pause mode says how an update interrupts the servers:
 
 - `retract` (default): a server keeps a request's tokens but drops their KV cache. After the update
-  it recomputes the cache and continues. The engine gets one segment, with the version of each span
-  of tokens.
+  the server recomputes the cache and continues. The engine gets one segment, which says for every
+  token which version computed it.
 - `abort`: the server returns the tokens so far. The engine sends the prompt and these tokens again,
   and the new request waits at the server until the update is over.
 
-**Versions come from the answer**, because the engine's own version may change while a request runs.
-SGLang before 0.5.19 reports only the version at the end of a segment. With such a server the pause
-mode becomes `abort`, so that each segment has one version.
+**Versions come from the server's answer**, because the engine's own version may change while a
+request runs. SGLang before 0.5.19 reports only the version at the end of a segment. If a server
+is that old, the engine uses `abort`, so that all tokens of a segment have one version.
 
 **Hooks** run before and after every segment. extras/replay.py uses hooks to record and repeat a
 run.
 
-**Limits**: in mode `abort`, a stop string that spans two segments is not found, and a penalty
-counts only the current segment's tokens. **Failures**: if a server fails, the engine asks the next
-one, at most `request_retries` times per segment.
+**Limits** of `abort`: a stop string that spans two segments is not found. A penalty for repeated
+tokens counts only the current segment's tokens. **Failures**: if a server fails, the engine asks
+the next server, at most `request_retries` times per segment.
 """
 
 import asyncio
@@ -60,15 +60,15 @@ class Hooks:
     """Methods that the engine calls around every segment."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have in total when this segment ends. An
-        override may wait, or raise EngineError to refuse the segment."""
+        """Return how many output tokens the completion may have after this segment, counting all
+        segments. An override may wait, or raise EngineError to refuse the segment."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Receive the completion so far, and the error, if any. Setting response.stop_reason to
-        "abort" asks for another segment."""
+        """Receive the completion so far, and the error, if any. If an override sets
+        response.stop_reason to "abort", the engine asks for another segment."""
 
 
 @dataclass(eq=False)
@@ -90,8 +90,8 @@ class RemoteInfEngine:
         self.servers = Servers(self.addresses, self.key, self.session)
         self.context_length: Any = math.inf  # limit of prompt plus completion
         self.proxy: Any = None  # a ProxyAddress; `set_version` sends the proxy every version
-        # The dispatcher starts the rollouts. rollout/executor.py sets it, and attaches submit,
-        # wait, wait_for_task, rollout_batch and prepare_batch to this engine.
+        # The dispatcher starts the rollouts. rollout/executor.py sets this field, and gives the
+        # engine the methods submit, wait, wait_for_task, rollout_batch and prepare_batch.
         self.dispatcher: Any = None
         self._version = 0
         self._paused = False
@@ -153,15 +153,15 @@ class RemoteInfEngine:
         """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # The small server reads the episode from the beginning of the id ("7-3" for call "7-3.1"),
-        # to let episodes take turns. A random suffix follows, because a server accepts an id once.
+        # A request's id begins with its episode ("7-3" for call "7-3.1"), because the small server
+        # lets episodes take turns. A random suffix follows, because a server accepts each id once.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)
         try:
             answer = await self.servers.call(server + "/generate", body, self.request_timeout)
         except (asyncio.CancelledError, EngineError):
-            # The server may still be generating, because it does not notice a client's hang-up.
+            # A server does not notice that its client has hung up, so tell it to stop generating.
             abort = self.servers.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
             with suppress(EngineError):
                 await asyncio.shield(abort)
@@ -185,8 +185,8 @@ class RemoteInfEngine:
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Read the servers' limits, and test every server with one token. Raises EngineError if an
-        answer lacks logprobs or a numeric version. The arguments that AReaL's method takes are
-        ignored."""
+        answer lacks logprobs or a numeric version. AReaL's `initialize` has arguments, so this
+        method accepts arguments, but ignores them."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
@@ -228,14 +228,14 @@ class RemoteInfEngine:
         return self._version
 
     def resume(self) -> None:
-        """Let the servers continue, and rollouts start again."""
+        """Let the servers continue, and start new rollouts again."""
         self.servers.post_all("/continue_generation", {})
         self._paused = False
         if self.dispatcher is not None:
             self.dispatcher.resume()
 
     def destroy(self) -> None:
-        """Leave no server paused, and end the dispatcher."""
+        """Let paused servers continue, and end the dispatcher."""
         if self._paused:
             self._paused = False
             with suppress(EngineError):

@@ -5,8 +5,8 @@
     u = pi_theta / pi_prox     how far pi_theta has moved from pi_prox, the policy before the step
     w = pi_prox / pi_behav     how far pi_prox is from pi_behav, the policy that sampled the token
 
-Standard PPO has one old policy instead of two: it clips around the policy that sampled the data.
-If the data is stale, this policy is several versions old, so the clip keeps pi_theta close to it.
+Standard PPO has only one old policy: it clips around the policy that sampled the data. If the data
+is stale, this policy is several versions old, but the clip still keeps pi_theta close to it.
 Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead. The weight w,
 which has no gradient, corrects for sampling from pi_behav. Where data is fresh, pi_prox is
 pi_behav, w is 1, and J is the objective of standard PPO.
@@ -14,14 +14,14 @@ pi_behav, w is 1, and J is the objective of standard PPO.
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-A token whose w exceeds `behave_imp_weight_cap` adds 0 to the sum, but the mean still counts it. The
-cap limits the variance, but biases the gradient. A clipped token has no gradient, though other
-tokens can still move its u. For A < 0 the minimum in J has no lower bound, unless `c_clip` (dual
-clip) holds it at c_clip A or above.
+If a token's w exceeds `behave_imp_weight_cap`, its term in J is 0, but the mean still counts the
+token. This cap limits the variance of the gradient, but adds a bias. A clipped token adds no
+gradient, but its u can still change, because other tokens change the model. If A < 0, the minimum
+in J has no lower bound. With `c_clip` (dual clip), this minimum is at least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
-those of its cell: a group's turns with the same number, such as all second turns. All tokens of a
-turn get its A. There is no critic.
+those of the turn's cell: all turns of its group with the same number. For example, all second turns
+of a group form a cell. All tokens of a turn get its A. There is no critic.
 
 `actor.loss` and `actor.advantages` may name other functions with the same arguments
 (extras/losses.py, extras/advantages.py).
@@ -37,7 +37,7 @@ from torch import Tensor
 
 
 def log_ratio(logp: Tensor, other_logp: Tensor, mask: Tensor | bool = True) -> Tensor:
-    """Return logp - other_logp where `mask` is set, else 0. Two probabilities of 0 also give 0."""
+    """Return logp - other_logp where `mask` is set, else 0. If both are -inf, return 0 too."""
     both_zero = logp.isinf() & (logp == other_logp)
     return torch.where(mask & ~both_zero, logp - other_logp, 0.0)
 
@@ -62,11 +62,11 @@ def ppo_actor_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss -J and its metrics. All tensors have the same shape, (B, T) or flat.
 
-    `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. In standard
-    PPO both `prox_logp` and `old_logp` belong to the one old policy. Values outside `loss_mask` are
-    ignored, even NaN. `denominator` is the mini-batch's number of trained tokens, so the losses of
-    its pieces add up to the mini-batch's loss. Only other losses use `sequence_ids`, the row of
-    each token.
+    `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
+    has one old policy, so its `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are
+    ignored, even NaN. `denominator` is the number of trained tokens in the whole mini-batch, so the
+    losses of all pieces add up to the loss of the mini-batch. `sequence_ids`, the row of each
+    token, is for the variants in extras/losses.py.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)

@@ -21,8 +21,8 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
 1. calls/messages.py reads three messages and a temperature.
-2. calls/turn.py keeps track of the clients that wait for the reply. It enters the call in the tree
-   of cache.py, where the first call is its parent.
+2. calls/turn.py enters the call in the tree of cache.py, as a child of the first call, and keeps
+   track of the clients that wait for the reply.
 3. calls/prompts.py takes the tokens of the first call as they were sampled, and renders only what
    follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
 4. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
@@ -30,9 +30,9 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
 
 **Sampling.** An agent's parameters override its session's, which override the proxy's. A turn that
 used top_p or a penalty is left out of the loss, because training cannot reproduce its
-probabilities. **Errors.** The agent's mistakes get a 4xx status, but never 409 or 429, which SDKs
-would retry; 502 and 503 mean that the servers failed even after our retries. A call during a weight
-update waits.
+probabilities. **Errors.** An agent's mistake gets a 4xx status, but never 409 or 429, which SDKs
+would retry. 502 and 503 mean that the servers failed even after our retries. During a weight
+update, calls wait.
 """
 
 import argparse
@@ -95,12 +95,12 @@ class Proxy:
     # ---- start a session
 
     def grant_capacity(self, body: Json) -> Json:
-        """Let one more session start."""
+        """Allow one more session to start."""
         self.capacity += 1
         return {"capacity": self.capacity}
 
     def start_session(self, body: Json) -> Json:
-        """Start a session. If that fails, the grant is kept."""
+        """Start a session, and use up a grant. If no session starts, the grant is kept."""
         if not isinstance(task_id := body.get("task_id"), str | int):
             raise Refusal("task_id: a string is needed")
         sampling = get(body, "sampling", dict, {})
@@ -187,7 +187,8 @@ class Proxy:
         session = turn.session
         chosen = self.sampling | session.sampling | turn.ask.sampling
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
-        # Even if an agent always sends seed 42, the members of a group must differ.
+        # The members of a group must differ even if all their agents send seed 42. So each call
+        # gets its own seed.
         if (seed := chosen.get("seed", self.seed)) is not None:
             chosen["seed"] = call_seed(seed, session.task_id, turn.number)
         gconfig = CallParameters(**chosen)
@@ -223,7 +224,7 @@ class Proxy:
         return rows
 
     def set_version(self, body: Json) -> Json:
-        """Set the trainer's version. Tokens of a newer version are refused."""
+        """Set the trainer's version. The engine refuses tokens of any newer version."""
         if (version := get(body, "version", int, 0)) < 0:
             raise Refusal(f"version: {version} is less than 0")
         self.engine.set_version(version)
@@ -267,7 +268,6 @@ async def error_reply(request: Request, error: Exception) -> Response:
 
 
 def create_app(proxy: Proxy) -> FastAPI:
-    """Return the web application."""
     errors = (ValueError, EngineError, HTTPException, ClientDisconnect)
     handlers: Any = dict.fromkeys(errors, error_reply)
     app = FastAPI(openapi_url=None, exception_handlers=handlers)
@@ -282,7 +282,7 @@ def create_app(proxy: Proxy) -> FastAPI:
             proxy.for_admin, proxy.export_trajectories, write=stream_rows
         ),
     }
-    # "/v1" comes before "/{session_id}", so that it is never taken for an id.
+    # "/v1" comes before "/{session_id}", so that "v1" is never taken for an id.
     for start in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
         app.add_route(f"{start}/models", proxy.models)
         app.add_route(f"{start}/health", proxy.health)

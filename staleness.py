@@ -2,8 +2,8 @@
 
 A group starts under one policy version, and a step consumes it at the same or a later one. The
 **lag** of a token is the version of its step minus the version that sampled the token. The **age**
-of a group is the lag of its oldest trained token, whose version is the group's `head_version`. eta
-(`max_head_offpolicyness`) bounds the age; with eta = 0 training is synchronous.
+of a group is the lag of its oldest trained token, whose version is the group's `head_version`. No
+age may exceed eta (`max_head_offpolicyness`). With eta = 0, training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places, and a group
 starts only while one is free. Every running group holds a place, and so does every group accepted
@@ -14,25 +14,25 @@ since the run began:
                 accepted -> dropped (too old) or withdrawn (fetched by id)   (gives its place back)
 
 The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
-consumed groups hold places, and so do at most B - 1 unconsumed ones. If there were B of them, the
-trainer would not wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
+consumed groups hold places. Unconsumed groups hold at most B - 1 places, because B of them would
+end the wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
-would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group reaches age 5. So
-`rollout.stale` names the rule by which rollout/dispatcher.py chooses groups:
+would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group reaches age 5. To
+bound the age, rollout/dispatcher.py also chooses groups by a rule, which `rollout.stale` names:
 
-- **wait**, the default, takes the groups that started first. *Proof* that no age exceeds eta:
-  number the groups that keep their places, in order of start. When group p starts, at version s,
-  groups 1 to p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes group p, at version
-  ceil(p / B) - 1 <= eta + s. None of its tokens is older than s (inference/servers.py checks this).
-- **mask** takes the groups that finished first, so no step waits for a slow group. It takes tokens
-  with a lag above eta out of the loss, and drops a group if no trained token remains. If a group
-  ends at version f, its tokens of version f are never too old. *Proof:* number the groups in order
-  of finish. As above, p <= (eta + f + 1) B for group p, so a step takes it by version eta + f.
-- **drop** takes the groups that finished first, and drops those that are too old for their step.
+- **wait** (default) takes the groups that started first. *Proof* that no age exceeds eta: number
+  the groups that keep their places, in order of start. When group p starts, at version s, groups 1
+  to p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes group p, at version
+  ceil(p / B) - 1 <= eta + s. No token of p has a version below s (inference/servers.py checks it).
+- **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
+  tokens with a lag above eta from the loss, and drops a group if no trained token remains. If a
+  group ends at version f, its tokens of version f are never too old. *Proof:* number the groups in
+  order of finish. As for `wait`, p <= (eta + f + 1) B, so a step takes group p by version eta + f.
+- **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 
-The bound holds if every step consumes B groups and versions never fall. If not, a group may be too
-old. Then the age check raises StalenessError before a step trains on the group.
+These proofs assume that every step consumes B groups and that versions never fall. Otherwise a
+group may be too old. Then the age check raises StalenessError before a step trains on the group.
 """
 
 from dataclasses import dataclass, field, replace
@@ -59,7 +59,7 @@ class RolloutStat:
 
 @dataclass(eq=False)
 class StalenessManager:
-    """The gate and the age check. One event loop calls both, so there is no lock."""
+    """The gate and the age check. Both run in one event loop, so there is no lock."""
 
     version_provider: Any  # has get_version(), like the engine
     max_concurrent_rollouts: int  # groups that run at once

@@ -7,10 +7,11 @@
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
 `start_rollout` makes the parts that generate, in the order in which data flows. `train_step` shows
-the batch and its shapes, the three policies, the update and the push of the weights. `run`
-(run/start.py) holds the configuration, inputs and processes, and the parts made here: engine,
-executor, actor and ref. Callbacks (extras/) observe the run: `run.call(event, ...)` calls each
-callback's method `event`. Your own script can call `PPOTrainer(config).train(workflow=MyAgent)`.
+the batch and its shapes, the three policies, the update and the push of the weights. The object
+`run` (run/start.py) holds the configuration, inputs and processes, and what this file makes:
+engine, executor, actor and ref. Callbacks (extras/) observe the run: `run.call("on_step", metrics)`
+calls the method `on_step` of every callback. Your own script can call
+`PPOTrainer(config).train(workflow=MyAgent)`.
 
 The servers generate while the trainer trains. In the following example a batch has B = 2 prompt
 groups, and eta = 1 (max_head_offpolicyness), so a trained token is at most one version old:
@@ -21,9 +22,9 @@ groups, and eta = 1 (max_head_offpolicyness), so a trained token is at most one 
 
 Step 2 trains version 1 on groups that started at version 0, so the groups have age 1. With eta = 0
 the gate would admit groups 3 and 4 only after the push of version 1, so training would be
-synchronous. (Versions count from 0 and steps from 1: step s takes a batch at version s - 1, and
-makes version s.) A push interrupts running generations. They continue under the new weights, and
-each token keeps the version that sampled it.
+synchronous. Versions count from 0 and steps from 1, so step s takes a batch at version s - 1 and
+makes version s. A push interrupts running generations, which then continue under the new weights.
+Each token keeps the version that sampled it.
 
 Under torchrun all ranks train on the same batch and share the work (training/actor.py). Only rank 0
 runs rollouts.
@@ -80,8 +81,8 @@ def start_rollout(run: Run) -> None:
         engine.take_over()
     engine.initialize()
 
-    # 2. The proxy answers agents over HTTP, keeps the tokens (cache.py), and asks the same servers.
-    #    Proxy and trainer load at the same time.
+    # 2. The proxy answers agents over HTTP: it gets tokens from the inference servers, and keeps
+    #    them (cache.py). The proxy process starts while the trainer loads its model.
     [url] = run.start([plan_proxy(config, run.server_urls, run.key, run.admin_key, named)])
     engine.proxy = ProxyAddress(url, run.admin_key)
     run.stack.callback(engine.destroy)
@@ -130,8 +131,8 @@ class PPOTrainer:
     ) -> None:
         """Train to the last step. All ranks call this.
 
-        `workflow` is an agent or a workflow in any form that `resolve_workflow` takes. It replaces
-        the agent or workflow of the configuration. Raises ConfigError if the run cannot work.
+        `workflow`, an object, class or path (`resolve_workflow`), replaces the configuration's
+        agent or workflow. Raises ConfigError if the inputs or the checkpoints cannot be used.
         """
         with self.run as run:
             self.start(workflow, workflow_kwargs)
@@ -142,7 +143,7 @@ class PPOTrainer:
                 print(f"{run.step} steps; everything is in {run.run_dir}", flush=True)
 
     def start(self, workflow: Any, workflow_kwargs: dict[str, Any] | None) -> None:
-        """Start every part, and restore the newest checkpoint if there is one."""
+        """Start the rollout and the trainer, and restore the newest checkpoint if there is one."""
         run, config = self.run, self.config
         names = config.callbacks + (["extras.trace.Trace"] if config.rollout.enable_tracing else [])
         run.callbacks += [import_name(name)(config) for name in names]
@@ -196,7 +197,7 @@ class PPOTrainer:
         # 3. Compute log pi_ref (rows, T). A KL penalty keeps the policy close to pi_ref.
         if ref is not None:
             batch["ref_logp"] = ref.compute_logp(batch)
-        # 4. Compute the advantages A (rows, T) of each turn within its group.
+        # 4. Compute A (rows, T), the advantage of each token's turn within the group.
         actor.compute_advantages(batch)
         # 5. With u = pi_theta / pi_prox and w = pi_prox / pi_behav, minimise the mean of
         #    -w min(u A, clip(u) A).

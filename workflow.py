@@ -22,8 +22,9 @@ process to itself. The agent may block there, but must be picklable.
 example, if one of four members raises, one returns None and two make a row each, the group has two
 rows. If all members raise, the group raises.
 
-**Seeds.** A request's sampling seed depends only on the run's seed, the task, the member, and the
-number of the call in its session. A seed that the agent sends replaces the run's.
+**Seeds.** A request's sampling seed is a hash of the run's seed, the episode's name (task and
+member) and the number of the call in its session. If the agent sends a seed, this seed takes the
+place of the run's seed in the hash.
 """
 
 import asyncio
@@ -115,8 +116,8 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Return the row [1, L] of `turns`. The prompt of a turn must begin with the prompt and answer
-    of the turn before. Every turn gets `reward`."""
+    """Join the turns of a conversation in one row [1, L]. The prompt of a turn must begin with the
+    prompt and answer of the turn before. Every turn gets `reward`."""
     calls = [Interaction([], model_response=x, reward=reward, turn=k) for k, x in enumerate(turns)]
     calls[-1].row_turns = [(call, True) for call in calls]
     return calls[-1].to_tensor_dict()
@@ -159,11 +160,12 @@ class RLVRWorkflow(RolloutWorkflow):
 
 @dataclass(eq=False)
 class MultiTurnWorkflow(RLVRWorkflow):
-    """Sample answers until one has a positive reward, with `reflection_message` between them.
+    """Sample answers until one has a positive reward. Between two answers, the user says
+    `reflection_message`.
 
-    `max_turns` or a full context also ends the conversation. After k answers every turn gets the
-    reward of the last answer, times turn_discount^(k-1). (The key rollout.openai.turn_discount, for
-    agents, is a different discount.)
+    The conversation also ends after `max_turns` answers, or when the context is full. After k
+    answers every turn gets the reward of the last answer, times turn_discount^(k-1). (The key
+    rollout.openai.turn_discount is another discount, which only agents use.)
     """
 
     max_turns: int = 3
@@ -240,7 +242,7 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# Episodes share one client for each proxy, and agents share one AgentsClient for each event loop.
+# All episodes of a proxy share a client. All agents of an event loop share an AgentsClient.
 proxy_at = functools.cache(Servers)
 _agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
@@ -261,7 +263,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 
     def __post_init__(self) -> None:
-        # OpenAI's SDK demands a key, but the proxy knows a session by its URL.
+        # OpenAI's SDK demands a key. Any key will do, because the session's URL names the session.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
@@ -291,8 +293,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         interactions = await client.export_interactions(
             self.discount, self.export_style, self.compaction
         )
-        # Side conversations, which have no reward, come first, because run/evaluate.py takes the
-        # episode's reward from the last row.
+        # run/evaluate.py takes the episode's reward from the last row. So side conversations, which
+        # have no reward, come first.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 
@@ -304,7 +306,7 @@ def resolve_workflow(
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """Make a workflow from an agent or workflow, given as object, class or path.
+    """Make a workflow from an agent or a workflow. Either is given as an object, class or path.
 
     `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
     is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.

@@ -8,8 +8,8 @@
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
 After an exception in the block, the client asks the proxy to forget the session. Even if this
-request fails, the caller gets the original exception. No request is repeated, because a lost
-connection means that the proxy and its sessions are gone.
+request fails, the caller gets the original exception. The client repeats no request: if a
+connection is lost, the proxy has ended, and its sessions are gone.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from inference.servers import Servers
 
 TIMEOUT = 600.0  # seconds
 
-# The HTTP library of the installed openai SDK: httpx, or httpx2 since 3.0.
+# The HTTP library that the installed openai SDK uses: httpx, or httpx2 since openai 3.0.
 sdk_http: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__]
 
 
@@ -44,7 +44,7 @@ class OpenAIProxyClient:
         return f"{self._proxy.addresses[0]}/{self.session_id}/v1"
 
     async def grant_capacity(self) -> int:
-        """Let one more session start."""
+        """Allow the proxy to start one more session."""
         return (await self._post("/grant_capacity"))["capacity"]
 
     async def __aenter__(self) -> Self:
@@ -59,7 +59,7 @@ class OpenAIProxyClient:
             self.rewarded_count = ended["rewarded_count"]
 
     async def set_reward(self, interaction_id: str | None, reward: float) -> None:
-        """Reward the call with this id; None means the last call."""
+        """Reward the call with this id, or the last call if the id is None."""
         path = f"/{self.session_id}/rl/set_reward"
         await self._post(path, interaction_id=interaction_id, reward=finite(reward))
 

@@ -8,21 +8,21 @@ the tree read:
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 **Three protocols.** A conversation is a list of items. An item is a message, whose content is a
-text or a list of blocks, or (only in the Responses protocol) a call or a result. Each block or item
-becomes a small message, and the small messages of a reply are joined. Reasoning is dropped, except
-`reasoning_content`, which templates may read. Most other fields differ only in name.
+text or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or
+item becomes a small message, and the small messages of a reply are joined. Reasoning is dropped,
+except `reasoning_content`, which templates may read. Most other fields differ only in their names.
 
-**Equal messages.** When a client sends earlier replies again, it may write null for "", parts for a
+**Equal messages.** A client may send an earlier reply again with null for "", a list of parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
 role, text, calls (id, name, arguments) and a result's id. In a system message, text that matches
 VOLATILE does not count, because some clients change it with every call. Any other changed text
 begins a new conversation.
 
-**References.** An id may stand for the history (`previous_response_id`) or for an item
+**References.** A call may send an id instead of the history (`previous_response_id`) or of an item
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
-blocks become a placeholder. Later calls repeat such a block, so a refusal would stop all of them.
+blocks become a placeholder. Every later call repeats them, so a refusal would end the conversation.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ UNSUPPORTED = (
 ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
-# An unsupported parameter is accepted if its value is empty or one of these, which change nothing.
+# Unsupported parameters are accepted if they have no effect: their value is empty or in NEUTRAL.
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
 # the protocols' names -> fields of CallParameters
@@ -79,7 +79,7 @@ class AgentRequest:
 
 
 def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequest:
-    """Read a call's body. `history` names the field with the conversation."""
+    """Read a call's body. `history` is the field that holds the conversation."""
     write_json(body, "body")  # refuses a body that is nested too deeply
     for name in UNSUPPORTED.split():
         if body.get(name) and body[name] not in NEUTRAL:
@@ -151,8 +151,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last = messages[-1] if messages else {"role": ""}
-            # Pieces of an item are joined. Two assistant items in a row are joined if the second is
-            # a call or the first is empty.
+            # Pieces of one item are joined if their roles are equal, except results. Two assistant
+            # items in a row are joined if the second is a call or the first is empty.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":
@@ -168,7 +168,7 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """Yield a small message for each block or call of an item, or for the item itself."""
+    """Yield a small message for each block and each call of an item. A result is not split."""
     role, content = item.get("role"), item.get("content") or item.get("refusal") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
@@ -196,7 +196,7 @@ def _piece(block: Any, role: str, where: str) -> Message:
 
 
 def _call(raw: Any, where: str) -> Message:
-    """Return a call with decoded arguments. If they are not JSON, they stay text."""
+    """Return a call with decoded arguments. Arguments that are not JSON stay text."""
     function = as_object(as_object(raw, where).get("function", raw), where)
     call_id, name = raw.get("call_id", raw.get("id")), function.get("name")
     arguments = function.get("arguments", function.get("input"))
@@ -225,7 +225,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _referred(reference: Json, find: Find) -> Json:
-    """Return the item of an earlier reply. The reply resp_<x> has items msg_<x> and fc_<x>_<k>."""
+    """Return the item that `reference` names. For example, fc_<x>_0 is in the reply resp_<x>."""
     item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = {item["id"]: item for item in found.reply["output"]} if found and found.reply else {}

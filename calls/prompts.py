@@ -10,19 +10,19 @@ where the tail is what the chat template writes between the parent's answer and 
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
-SENTINEL, without end marks that the output already has. No answer is rendered again, so the
-template cannot strip its reasoning, and the conversation is one sequence to train on.
+SENTINEL. An end mark that the output already has is not repeated. No answer is rendered again, so
+the template cannot strip an answer's reasoning, and we train on the conversation as one sequence.
 
 Such a prompt is right only if the tail depends on nothing but the new messages. `PromptBuilder`
-tests this with a user's message, then with a tool's result, because some templates write results
-into calls. If the first test fails, every prompt is rendered whole. If only the second fails, those
-with new results are rendered whole. A turn that changes the tools is rendered whole, as a new row.
+tests this twice: with a user's message, and with a tool's result, which some templates write into
+the call. If the first test fails, every prompt is rendered whole. If only the second fails, prompts
+with new results are rendered whole. A turn that changes the tools is always rendered whole.
 
-If a template refuses a conversation, or drops a text, `stricter` tries other forms with the same
-texts, such as one system message instead of two. If no form works, the call is refused.
+If a template refuses a conversation, or drops a text, we try the other forms of `stricter`, such as
+one system message instead of two. If the template accepts no form, the call is refused.
 
 A tool's result that holds the text of a control token, such as <|im_end|>, could forge a turn. So
-BREAK splits such texts in descriptions of tools, and in messages that no assistant wrote.
+BREAK splits the texts of control tokens in tools, and in messages that no assistant wrote.
 """
 
 import functools
@@ -63,14 +63,14 @@ class PromptBuilder:
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
-        # whether the parent's tokens are kept: first for new messages without a tool's result, then
-        # for new messages with one
+        # The parent's tokens are kept if `splices` is true and, for new messages with a tool's
+        # result, `splices_results` is true, too.
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """Return how the template renders messages like `new` after an answer, as words for `ways`.
-        SPLICED says that their text is the same after any history, so it can follow the sampled
-        tokens."""
+        """Say in words, for `ways`, how the template renders messages like `new` after an answer.
+        SPLICED means that the text of `new` is the same after any history, so that it can follow
+        the sampled tokens."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:
@@ -99,7 +99,7 @@ class PromptBuilder:
     ) -> list[int]:
         """Return the prompt that continues `turn`: its prompt, its output and the tail of `new`.
         End marks that the output already has are not repeated. Raises Refusal if the template
-        refuses the stub and `new`, or drops a text."""
+        refuses `new` after STUB, or drops a text."""
         sampled = turn.output_tokens
         tail = self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
@@ -143,15 +143,14 @@ class PromptBuilder:
         return [x if x.get("role") == "assistant" else split(x) for x in things]
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise a rendered text."""
         # Equal ids share one int object. So a token that a session keeps takes 8 bytes, not 36.
         one = self._ids.setdefault
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
         # Unless the tokenizer's settings were changed, we use its Rust part, which takes half the
-        # time of `encode` for a short text. `encode_batch_fast` computes no offsets. It takes only
-        # batches, so we pass a batch of one text.
+        # time of `encode` for a short text. `encode_batch_fast` computes no offsets. This method
+        # takes only batches, so we pass a batch of one text.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -159,7 +158,7 @@ class PromptBuilder:
 
 
 def stricter(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the messages, then other forms of them, with the same texts, for stricter templates."""
+    """Yield the messages, then the same texts in other forms, which stricter templates accept."""
     yield messages
     merged = merge(messages)
     yield merged
@@ -219,9 +218,9 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
-    """Raise Refusal unless the rendered prompt contains every text. A text may be escaped as JSON,
-    and an assistant's reasoning may be missing. Calls are not checked, because the template of
-    tasks/base_model.py writes none."""
+    """Raise Refusal unless the rendered prompt contains every text. The prompt may contain a text
+    escaped as JSON, or an assistant's text without the reasoning. Calls are not checked, because
+    the template of tasks/base_model.py writes none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages

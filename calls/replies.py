@@ -1,8 +1,8 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
-rebuilds it. No text is streamed while the model writes. A stream begins with `opening`. Until the
-answer is complete, `progress` is sent every few seconds, because clients time out if they get
+rebuilds the body. No text is streamed while the model writes. A stream begins with `opening`. Until
+the answer is complete, `progress` is sent every few seconds, because clients time out if they get
 nothing or only comments. The columns show what `opening`, `progress` and `stream` send:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
@@ -14,9 +14,9 @@ call_<x>_0. In the reply resp_<x>, the item of the first call has the id fc_<x>_
 the text has the id msg_<x>. Only chat completions show the model's reasoning. By default the
 vendors hide it in the other two protocols.
 
-Clients are strict: role, index, usage and created_at must be present. No field may be null, except
-`content` beside tool calls. Anthropic's events need an `event:` line. Replies of the Responses
-protocol always report empty annotations and 0 cached tokens.
+Clients are strict: they need the fields role, index, usage and created_at, and accept no null,
+except as `content` beside tool calls. Anthropic's events need an `event:` line. Replies of the
+Responses protocol always report empty annotations and 0 cached tokens.
 """
 
 import json
@@ -32,8 +32,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(error: Exception) -> Json:
-    """Return an error, for a reply or an event, in a form that all SDKs read. The inference
-    server's address is hidden from the agent."""
+    """Return the body of an error reply, or of an error event, in a form that all SDKs read. The
+    inference server's address is hidden from the agent."""
     message = re.sub(r"https?://[^\s/]+", "the server", str(error))
     is_ours = getattr(error, "status", 500) >= 500
     code = getattr(error, "code", "")

@@ -6,21 +6,21 @@
     ended      | takes no calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
-Sessions never expire, because the proxy ends with its trainer. The proxy keeps a session's calls in
-memory and exports them in one reply, so we limit their size.
+Sessions never expire: they end with the proxy, which ends with its trainer. A session's calls are
+kept in memory and exported in one reply, so their number and their size are limited.
 
-**Links.** A call's reward also reaches the answers that it has read (cache.py). It has read the
-answer that it continues. But a summary may replace a long history, and a sub-agent may write a
-report for another agent. So a call has also read every answer that its new messages contain whole,
-and the answers of the calls that its header x-pocket-areal-reads names (`Session._link`).
+**Links.** A call's reward also reaches the answers that the call has read (cache.py). A call has
+read the answer that it continues. But a summary may replace a long history, and a sub-agent may
+write a report for another agent. So a call has also read the answers that its new messages contain
+whole, and the answers of the calls that its header x-pocket-areal-reads names (`Session._link`).
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
-like a side conversation if it has no tools and no parent, and its first message matches SIDE. Of
-calls with the same first message, either all are side conversations or none is. So a call with a
-child is no side conversation. Its child has the same first message, and the child has a parent, so
-the child does not look like a side conversation. If every call of a session looks like a side
-conversation, none counts as one.
+like a side conversation if it has no tools and no parent, and its first message matches SIDE. Calls
+with the same first message are judged together: they are side conversations only if all of them
+look like side conversations. So a call with a child is no side conversation, because the child has
+the same first message and a parent. If every call of a session looks like a side conversation, none
+counts as one.
 """
 
 import itertools
@@ -54,10 +54,9 @@ class Session:
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
-    # For links and side conversations:
-    # finished call that no other continues -> its `needle`, and the needle's `longest_run`
+    # for links: finished call without a finished child -> its `needle`, the needle's `longest_run`
     leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
-    # the digests of first messages that begin no side conversation
+    # for side conversations: the digests of first messages that begin no side conversation
     agent_digests: set[int] = field(default_factory=set)
 
     def check_open(self) -> None:
@@ -65,8 +64,8 @@ class Session:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
 
     def receive(self, size: int) -> None:
-        """Add a part of a call's body to the session's size. Raises Refusal if the session has
-        ended or is full."""
+        """Count `size` more bytes of a call's body. Raises Refusal if the session has ended or is
+        full."""
         self.check_open()
         self.size += size
         if self.size > MAX_BYTES or self.calls >= MAX_CALLS:
@@ -102,15 +101,15 @@ class Session:
 
     def _link(self, call: Interaction) -> None:
         """Find which calls `call` has read besides its parent: those that its header names, and
-        those that no finished call continues and whose answers stand in its new messages. If one of
-        these calls has read another, the other is left out.
+        those without a finished child whose answers stand in its new messages. If one of these
+        calls has read another, only the reader is kept.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
                  user: the task - [first] - ... - [report]                  first reads parent
 
-        Brackets mark calls. In the last two lines, a sub-agent wrote the report between the
-        parent's tool call and the tool's result. So the sub-agent's first call reads the parent.
+        Brackets mark calls. In the last two lines, the parent's tool is a sub-agent, which writes
+        the report. So the sub-agent's first call reads the parent.
         """
         parent, named = call.parent, call.named
         new = call.messages[len(parent.conversation) if parent else 0 :]
@@ -136,10 +135,11 @@ class Session:
             call.turn = max(x.turn + 1 for x in call.reads)
 
     def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
-        """Compute the final rewards. With `cut`, a call reads only the calls that it continues or
-        names. A call's final reward includes the mean of its readers' final rewards (cache.py). A
-        reader that leads to no reward counts in this mean if it continues the call, but not if it
-        copies the answer: it may be a call that a client has made for itself."""
+        """Compute the final rewards. With `cut`, a call reads only the call that it continues and
+        those that its header names. A call's final reward includes the mean of its readers' final
+        rewards (cache.py). A reader that leads to no reward counts in this mean only if it
+        continues the call. A reader that copies the answer may be a call that a client has made
+        for itself."""
         check_discount(turn_discount)  # before anything changes
         finished = self.cache.finished()
         for call in finished if cut else ():
@@ -150,7 +150,7 @@ class Session:
 
 
 def unread(calls: list[Interaction]) -> list[Interaction]:
-    """Return those of `calls` that no other of them has read, even indirectly."""
+    """Return `calls` without those that another of them has read, directly or indirectly."""
     above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
     return [x for x in dict.fromkeys(calls) if x not in above]
 
@@ -182,14 +182,15 @@ def needle(output: Message) -> str:
 
 
 def longest_run(said: str) -> str:
-    """Return the answer's longest run of letters or digits, or "". A text that lacks this run lacks
-    the answer, so the text need not be searched. The first and last run do not count: where the
-    answer is quoted, other letters may stand directly beside them and make them longer."""
+    """Return the answer's longest run of letters or of digits, or "". If a text lacks this run, it
+    cannot contain the answer, so the text need not be searched. The answer's first and last run do
+    not count, because a text that quotes the answer may have other letters directly beside them."""
     return max(RUN.findall(said)[1:-1], key=len, default="")
 
 
 def stands(said: str, text: str) -> bool:
-    """Return whether `text` has the whole answer. A short answer must have lines of its own."""
+    """Return whether `text` contains the whole answer. A short answer counts only on lines of its
+    own."""
     return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
 
 

@@ -50,9 +50,9 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool) -> tuple[str, str]:
-    """Return the reasoning, and the text after it. If an answer has `ended` without closing its
-    reasoning, the whole answer counts as text: the model has skipped the reasoning that the prompt
-    began."""
+    """Return the reasoning, and the text after it. If an answer has `ended` and its reasoning is
+    not closed, the model has skipped the reasoning that the prompt began, and the whole answer
+    counts as text."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -114,7 +114,8 @@ def read_answer(
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
     """Return the first words of a forced call, or "" if no call is forced. The words are
     '<tool_call>\\n{"name": "f", "arguments": '. If the model may choose among several tools, the
-    words end before the name. `begun` is <think> if the prompt ends with it."""
+    words end before the tool's name. If the prompt ends with <think>, `begun` is <think>, and the
+    words first close it."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:

@@ -9,11 +9,12 @@ So an agent that has read a reply can at once continue or reward the call.
     running    the last waiting client hangs up               failed; the server stops generating
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
-SDKs mark a retry with a header (x-stainless-retry-count). Equal bodies without this header are
-separate calls. A retry joins the newest call with the same body. If that call is still running,
-both requests get its reply. If it has finished, its reply must have been lost, so the reply is sent
-again. If it failed, nobody has read any of its answer, so the retry becomes a new call. If a client
-makes equal calls on purpose, the retry of an older call may get the newest call's reply.
+SDKs count retries in the header x-stainless-retry-count. Without this header, or with 0 in it, a
+request is always a new call. A retry joins the newest call with the same body. If that call is
+still running, both requests get its reply. If it has finished, its reply must have been lost, so
+the reply is sent again. If it failed, nobody has read any of its answer, so the retry becomes a new
+call. If a client makes equal calls on purpose, the retry of an older call may get the newest call's
+reply.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. The HTTP status is sent with the first event, so a call
@@ -79,8 +80,8 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # A cancelled task keeps its exception until someone reads it. The exception refers to this
-        # turn, and so to the session. So we read it here.
+        # A cancelled task keeps its exception until someone reads it, and the exception keeps this
+        # turn and its session in memory. So we read the exception here.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return
@@ -95,7 +96,7 @@ class Turn:
 
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
-        """Count this connection as waiting. The yielded future is done when its client hangs up."""
+        """Count a connection as waiting. Yield a future that is done when the client hangs up."""
         hangup = asyncio.ensure_future(request.receive())  # only a disconnect can still come
         self.listeners += 1
         try:
@@ -114,7 +115,7 @@ class Turn:
         return bool(done)
 
     def result(self) -> Json:
-        """Return the reply. Raises Refusal or EngineError if there is none."""
+        """Return the reply. Raises Refusal or EngineError if there is no reply."""
         if self.session.ended or self.task.cancelled() or not self.task.done():
             raise Refusal("call: its session has ended, or its caller has hung up", 410)
         return self.task.result()
@@ -125,8 +126,8 @@ class Turn:
             return self.result()
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event, then the events of a stream. An error is raised if it comes before
-        the empty event, and sent as an event if it comes later."""
+        """Yield an empty event, then the events of a stream. An error before the empty event is
+        raised. A later error is sent as an event."""
         numbers = itertools.count()
 
         def written(*events: Json) -> bytes:

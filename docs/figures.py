@@ -212,9 +212,12 @@ def draw_panel(
 def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Parts:
     """Draw the time axis of a timeline, in seconds."""
     ticks = range(0, int(until) + 1, max(1, round(until / 6)))
-    return [
-        text(scale(s), top + 14, f"{s} s", "small faint", "middle" if s else "start") for s in ticks
+    anchors = [
+        "start",
+        *["middle"] * (len(ticks) - 2),
+        "end" if scale(ticks[-1]) > 615 else "middle",
     ]
+    return [text(scale(s), top + 14, f"{s} s", "small faint", a) for s, a in zip(ticks, anchors)]
 
 
 def draw_front(data: dict[str, Any]) -> str:
@@ -311,8 +314,9 @@ def draw_compare(data: dict[str, Any]) -> str:
         path = "M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v in points)
         look = "" if name == "asynchronous" else ' stroke-dasharray="5 4"'
         parts.append(f'<path d="{path}" fill="none" stroke="#818b98" stroke-width="3"{look}/>')
-        at = y(points[-1][1]) + (4 if name == "synchronous" else 22)
-        parts.append(text(x(points[-1][0]) + 6, at, name, "small"))
+        # The upper curve's name stands to the left of its middle, the lower curve's at its end.
+        k, dx, anchor = (-1, 6, "start") if look else (2 * len(points) // 3, -10, "end")
+        parts.append(text(x(points[k][0]) + dx, y(points[k][1]) + 4, name, "small", anchor))
     title = "Asynchronous and synchronous training of a pretrained model on the same problems"
     return svg(640, floor + 30, title, parts)
 

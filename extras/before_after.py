@@ -51,7 +51,7 @@ class BeforeAfter:
             for title, version in (("before", 0), ("after", run.step)):
                 file = run.run_dir / "eval-rollout" / str(version) / f"{i}.jsonl"
                 for row in read_records(file)[-1:]:
-                    print(f"  {title:6} {row['reward']:.1f}  {as_line(row['completion'])}")
+                    print(f"  {title}, reward {row['reward']:.1f}: {as_line(row['completion'])}")
         print()
         for title, found in (("before", json.loads(self.file.read_text())), ("after", after)):
             line = f"success on held-out prompts {title}: {found['eval_success']:.3f}"

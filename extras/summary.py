@@ -31,7 +31,8 @@ class Summary:
         history = run.history
         last = fmean(line["success"] for line in history[-5:])
         first = history[0]["success"]
-        print(f"\nsuccess {first:.3f} in the first step, {last:.3f} in the last five")
+        how = f"in training (temperature {run.config.gconfig.temperature:g})"
+        print(f"\nsuccess {how}: {first:.3f} in step 1, {last:.3f} in the last five steps")
         counts = Counter[int]()  # trained tokens of each lag
         for line in history:
             counts.update(dict(enumerate(line["lag_counts"])))

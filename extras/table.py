@@ -2,8 +2,9 @@
 
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
 narrow terminal shows only the first columns. To save room, a counter has no column until it has
-counted something. Every SAMPLE_INTERVAL steps we print a conversation. We also print the first side
-conversation (calls/sessions.py). A model wrote these texts, so control characters are escaped.
+counted something. Every SAMPLE_INTERVAL steps we print the end of a conversation. We also print the
+first side conversation (calls/sessions.py). A model wrote these texts, so control characters are
+escaped.
 """
 
 import time
@@ -41,6 +42,7 @@ COLUMNS = (
 COUNTERS = {"rejected", "failed", "failed_members", "dropped"}
 ROWS = 12  # steps that the table shows
 SAMPLE_INTERVAL = 20
+SAMPLE_LENGTH = 400  # characters at the end of a conversation
 
 
 def as_text(metrics: Record, key: str, text: str) -> str:
@@ -110,7 +112,9 @@ class Table:
             print(f"step {step} has the first {which}: {example!r}", flush=True)
         if (step - 1) % SAMPLE_INTERVAL == 0:
             reward = self.batch["rewards"][0]
-            print(f"a sample, reward {reward:.2f}: {printable(self.text(0))}", flush=True)
+            text = self.text(0)
+            end = "... " * (len(text) > SAMPLE_LENGTH) + text[-SAMPLE_LENGTH:]
+            print(f"a sample, reward {reward:.2f}: {printable(end)}", flush=True)
 
     def on_end(self, error: BaseException | None) -> None:
         if self.live:

@@ -45,7 +45,7 @@ def _whole(value: Any) -> Any:
 
 
 def write_json(value: Any, name: str) -> bytes:
-    """Return `value` as JSON. Raises Refusal if clients could not read it."""
+    """Return `value` as JSON. Raises Refusal if clients could not read the JSON."""
     for _ in range(ROOM):
         value = [value]
     try:
@@ -71,8 +71,8 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: Any) -> Any:
-    """Import and return module.name. A `path` that is not a string is returned unchanged. Any error
-    propagates, whereas pkgutil.resolve_name would hide an ImportError inside the module."""
+    """Import and return module.name. A `path` that is not a string is returned unchanged. If the
+    module itself raises an ImportError, the caller sees it. pkgutil.resolve_name would hide it."""
     if not isinstance(path, str):
         return path
     module, _, name = path.rpartition(".")
@@ -80,5 +80,5 @@ def import_name(path: Any) -> Any:
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:
-    """Make an object from {class path: its arguments}. Return None for {}."""
+    """`named` maps a class path to arguments. Return an instance of the class, or None for {}."""
     return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

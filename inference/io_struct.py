@@ -3,8 +3,8 @@
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
 SGLang takes a missing sampling parameter from the model's generation_config.json, which the trainer
-does not read. So a request names every parameter. For every token of an answer, training needs its
-id, its log-probability under the policy that sampled it, and that policy's version:
+does not read. So a request names every parameter. For every token of an answer, training needs the
+token's id, its log-probability under the policy that sampled it, and that policy's version:
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
@@ -15,9 +15,9 @@ reports only `weight_version`, the version at the end of the answer. A finish re
 code means that the request failed. Without a status code, the type `abort` means that a pause
 interrupted the request.
 
-A logprob is log_softmax(logits / temperature) over the whole vocabulary. With greedy decoding,
-top_p, top_k, a penalty or a grammar, the server samples from a different distribution, so training
-leaves these tokens out (`trains_exactly`).
+A logprob is log_softmax(logits / temperature) over the whole vocabulary. If a request uses greedy
+decoding, top_p, top_k, a penalty or a grammar, the server samples from a different distribution. So
+training leaves the answer's tokens out of the loss (`trains_exactly`).
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# An unknown key or a wrong value is an error, when an object is made and when a field is assigned.
+# Unknown keys and wrong values are errors, both in a new object and in a later assignment.
 CHECKED = ConfigDict(
     extra="forbid",
     validate_assignment=True,
@@ -71,7 +71,7 @@ class Sampling(BaseModel):
 
 
 class GenerationHyperparameters(Sampling):
-    """The sampling keys of the configuration."""
+    """The fields of `gconfig`: sampling parameters and group size."""
 
     n_samples: int = Field(1, ge=1)
     """episodes per prompt, the group size"""
@@ -79,11 +79,11 @@ class GenerationHyperparameters(Sampling):
     """always take the likeliest token"""
 
     def new(self, **changes: Any) -> Self:
-        """Return a copy with these fields changed."""
+        """Return a copy, with the fields in `changes` replaced."""
         return self.model_copy(update=changes)
 
     def for_call(self, **more: Any) -> "CallParameters":
-        """Return these parameters, changed by `more`, for one call."""
+        """Return a copy for one call, with the fields in `more` set."""
         return CallParameters(**self.model_dump() | more)
 
     @property
@@ -114,7 +114,7 @@ class ModelRequest:
     call: str = ""  # name of the call in the run, such as "7-3.1": task 7, member 3, call 1
 
     def __post_init__(self) -> None:
-        # apply_chat_template of transformers 5 returns an object that holds the ids.
+        # In transformers 5, apply_chat_template returns an object with `input_ids`, not a list.
         self.input_ids = getattr(self.input_ids, "input_ids", self.input_ids)
 
     @property
@@ -128,8 +128,8 @@ class ModelRequest:
 class ModelResponse:
     """One completion.
 
-    The output lists have one entry per token, including the stop token. A segment that a pause
-    interrupted has the stop reason `abort`. A whole completion never has this reason.
+    The output lists have one entry per token, including the stop token. The stop reason is `abort`
+    for a segment that a pause interrupted, but never for a whole completion.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -149,7 +149,7 @@ class ModelResponse:
         return len(self.output_tokens)
 
     def extend(self, segment: "ModelResponse") -> None:
-        """Append a segment's tokens, and take its stop reason."""
+        """Append a segment's tokens, and take over its stop reason."""
         self.output_tokens += segment.output_tokens
         self.output_logprobs += segment.output_logprobs
         self.output_versions += segment.output_versions
@@ -157,8 +157,8 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of an episode's call. It is a hash of the three arguments, so it does not
-    depend on the calls of other episodes."""
+    """Return the seed of an episode's call: a hash of `seed`, the episode's name and the call's
+    number. So the seed does not depend on the calls of other episodes."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -181,17 +181,17 @@ def generate_body(
 
 
 def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
-    """The body of a request for a few greedy tokens."""
+    """The body of a request that tests a server with a few greedy tokens."""
     return generate_body(input_ids, GenerationHyperparameters(greedy=True), max_new_tokens)
 
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Read a server's answer.
 
-    Raises EngineError with status 400 if the server rejects the request, 503 if the server has
-    failed, and 502 if the answer contradicts itself or lacks ids, logprobs or versions. If the
-    update to version 7 fails half way, a server reports the version "7-incomplete". This is not a
-    number, so the status is 502.
+    Raises EngineError with status 400 if the server rejects the request, and 503 if the server has
+    failed. The status is 502 if the answer contradicts itself, or lacks ids, logprobs or versions.
+    If the update to version 7 fails half way, a server reports the version "7-incomplete". This
+    version is not a number, so the status is 502.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -1,4 +1,4 @@
-"""The inference servers of a run: choose one for a request, send to all, check versions.
+"""Choose an inference server for each request, send to all servers, and check their versions.
 
 All conversations of a prompt group go to one server, which computes the shared prompt once.
 `rank_servers` gives a group the same order of servers in every process. If a server fails, its
@@ -6,9 +6,10 @@ request goes to the next one.
 
 A server may have been restarted with its first weights, or may have missed an update. So the
 versions of every answer are checked. No token may be newer than the trainer's version
-(`trainer_version`). An update changes all servers before any server continues. So no token may be
-older than `newest`, the newest version that this process knew when it sent the request. If the
-update to version 7 fails half way, the servers report "7-incomplete", which no engine accepts.
+(`trainer_version`). An update changes all servers before any server continues. So once this process
+knows of version 6 (`newest` = 6), its later requests may not get tokens of version 5. If the update
+to version 7 fails half way, servers that did not complete it report "7-incomplete", which no engine
+accepts.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ class Servers:
     async def call(
         self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
     ) -> dict[str, Any]:
-        """POST `body`, or GET if it is None, and return the parsed answer.
+        """Send `body` by POST, or make a GET if `body` is None. Return the parsed answer.
 
         Raises EngineError if the answer takes longer than `timeout` seconds, or is an error.
         """
@@ -75,8 +76,8 @@ class Servers:
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.
 
-        If `body` is a list, it holds one body for each server. If it is None, the request is a GET.
-        Raises EngineError with the message of every server that failed. Call this only from a
+        If `body` is a list, it holds one body for each server. If `body` is None, the request is a
+        GET. Raises EngineError with the message of every server that failed. Call this only from a
         thread in which no event loop runs.
         """
         bodies = body if isinstance(body, list) else [body] * len(self.addresses)
@@ -96,7 +97,7 @@ class Servers:
 
 
 def run_all(calls: Iterable[Any]) -> list[Any]:
-    """Run all calls at once in a new loop. Return results and exceptions in order."""
+    """Run all calls at once in a new event loop. Return each call's result or exception."""
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=True)

@@ -12,12 +12,12 @@ servers join an NCCL or gloo group, and the trainer broadcasts its tensors. This
     label "7"                  mode distributed; in mode disk, loading sets this label
     set_version(7), resume     the gate admits new groups, and the servers continue
 
-If the update fails half way, some servers have version 7 and others version 6. Then the label
-"7-incomplete" stays, and the run ends. In mode disk, a folder gets its final name only when it is
-complete. In mode distributed, each update makes its own group, so a server may restart between
-updates. In NCCL, a rank that joins, broadcasts or leaves waits until all other ranks do the same. A
-server does so only when it gets a request. So a thread sends this request while the trainer itself
-joins, broadcasts or leaves (`meanwhile`).
+If the update fails half way, some servers have version 7 and others version 6. Servers that did not
+complete the update keep the label "7-incomplete", and the run ends. In mode disk, a folder gets its
+final name only when it is complete. In mode distributed, each update makes its own group, so a
+server may restart between updates. In NCCL, a rank that joins, broadcasts or leaves waits until all
+other ranks do the same. A server joins, broadcasts or leaves only when a request tells it to. So a
+thread sends the request while the trainer itself joins, broadcasts or leaves (`meanwhile`).
 """
 
 import shutil
@@ -40,7 +40,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """How to send weights, and their version."""
+    """One update of the weights: how to send them, and their version."""
 
     mode: str = "disk"  # or `distributed`
     path: str = ""  # mode disk: parent of the folders v{version}
@@ -64,10 +64,10 @@ def named_buckets(
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
     If `learning`, yield only the trainable weights.
 
-    All ranks must take all buckets, because the ranks gather each tensor together. Taking the next
-    bucket empties the one before. In memory, transformers fuses the weights of experts, and the
-    servers would skip the names of the fused tensors. So the buckets have the names and shapes of
-    the checkpoint files.
+    All ranks must take all buckets, because the ranks gather each tensor together. A bucket is
+    emptied when the next one is taken. In memory, transformers fuses the weights of experts into
+    tensors with other names, which the servers would skip. So the buckets have the names and shapes
+    of the checkpoint files.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -75,7 +75,7 @@ def named_buckets(
     state = model.state_dict()
     bucket = list[Any]()
     size = 0.0
-    # a tied tensor comes once
+    # named_parameters lists a tied tensor only once
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in state or (learning and not tensor.requires_grad):
             continue
@@ -114,7 +114,8 @@ def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: s
 
 
 def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = ()) -> None:
-    """Send version `meta.version` to all servers, from its folder or from `buckets`.
+    """Send version `meta.version` to all servers: in mode disk from `meta.directory`, in mode
+    distributed from `buckets`.
 
     Raises EngineError with the errors of all servers that failed.
     """
@@ -130,7 +131,7 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = 
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
-    """Set the version that the servers report from now on. `abort` also ends their requests."""
+    """Set the version that the servers report from now on. If `abort`, also end all requests."""
     post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
 
 
@@ -165,8 +166,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Make a request to all servers in a thread while the block runs. If both fail, raise the
-    request's error, because it may have caused the block's error."""
+    """Make a request to all servers in a thread while the block runs. If the request and the block
+    both fail, raise the request's error, because it may have caused the block's error."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:
@@ -189,8 +190,8 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a process group other than torch's default one. Rank 0 listens at address and port.
 
-    The store's keys get the same three prefixes as in SGLang, so that trainer and servers find each
-    other.
+    Trainer and servers find each other through keys in a TCPStore. So the keys get the same three
+    prefixes as in SGLang.
     """
     import torch.distributed as dist
 

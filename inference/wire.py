@@ -1,8 +1,8 @@
 """HTTP connections that are cheap enough for hundreds of requests at once.
 
 Every request in flight has its own connection. An idle connection stays open for four seconds, so
-that another request can use it. httpx would take twice the CPU time for a request (docs/log.md,
-"Requests").
+that another request can use it. We use aiohttp, because httpx would take twice the CPU time for a
+request (docs/log.md, "Requests").
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class PerLoop:
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
-        # When a loop ends, it closes its asynchronous generators. So the `finally` closes `thing`.
+        # When an event loop ends, it closes its async generators, and the `finally` closes `thing`.
         thing = self._make()
         try:
             while True:

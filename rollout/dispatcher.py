@@ -1,23 +1,23 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
-A training step needs B finished groups, and an episode takes seconds to minutes. So as many groups
-run at once as the staleness gate allows. `DispatchState` makes all decisions, without a clock,
-thread or lock. So bench/simulate.py can take the same decisions in virtual time, and tests/explore
-can try every order of events. `BatchTaskDispatcher` carries the decisions out in one event loop,
-where hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
-trainer's thread hands in work and waits.
+A training step needs B finished groups, and the episodes of a group take seconds to minutes. So
+as many groups run at once as the staleness gate allows. `DispatchState` makes all decisions,
+without a clock, thread or lock. So bench/simulate.py can take the same decisions in virtual time,
+and tests/explore can try every order of events. `BatchTaskDispatcher` carries the decisions out in
+one event loop, where hundreds of episodes wait for tokens at the same time. Only this loop changes
+the state; the trainer's thread hands in work and waits.
 
-`_produce` starts tasks when the gate may have opened, and `_run` runs a task and records its end.
+`_produce` starts the tasks that the gate admits, and `_run` runs one task to its end.
 
 With rollout.stale=wait a batch takes the B unconsumed groups that started first, so one slow group
-delays the batch. With mask or drop it takes the B groups that finished first. `take` checks the
-ages. staleness.py proves that they are at most eta.
+delays the batch. With mask or drop it takes the B groups that finished first. staleness.py proves
+that no group is more than eta versions old, and `take` checks the age of every group.
 
 If a task returns None or raises, it is rejected and another task is drawn. The run stops after
 `max_failures` exceptions in a row. It also stops if `max_failures` groups are rejected before any
 is accepted. Once the run has stopped, every call raises the error that stopped it.
 
-A result of wait_for_task belongs to no batch, and its age is not checked.
+A group that wait_for_task returns belongs to no batch, and nobody checks the group's age.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ class RolloutsFail(RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class DispatchState:
-    """All decisions, and the state that they depend on. A task is anything with a `task_id`."""
+    """Holds the tasks, and decides which tasks start and which groups a step consumes. A task is
+    any object with a `task_id`."""
 
     gate: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version among a result's trained tokens
@@ -68,7 +69,7 @@ class DispatchState:
         return 0 if self.paused else self.gate.get_capacity()
 
     def in_flight(self) -> set[int]:
-        """The ids of tasks that a later step may consume."""
+        """The ids of the tasks that wait, run, or are finished but not yet consumed."""
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
@@ -79,7 +80,8 @@ class DispatchState:
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """Return the part of a finished group that a step may train on, or None."""
+        """Return a finished group, or None if it is too old. With stale=mask, first take tokens
+        that are too old out of its loss."""
         if self.stale == "mask":
             return self.without_older(data, self.gate.oldest_version())
         fresh = self.stale == "wait" or self.gate.is_fresh(self.head_version(data))
@@ -104,8 +106,8 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended. A task without data is rejected; if it also has an
-        error, it counts as failed. Raises RolloutsFail after too many failures or rejections.
+        """Record that a task ended. A task without data is rejected; with an `error`, it also
+        counts as failed. Raises RolloutsFail after too many failures or rejections.
         """
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []
@@ -137,8 +139,8 @@ class DispatchState:
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is unfinished.
 
-        First, `mask` and `drop` remove the groups that are too old. If a group still exceeds the
-        bound, `take` raises StalenessError and consumes no group.
+        First, groups for which `trainable` returns None are dropped. If a group still exceeds the
+        bound on the age, `take` raises StalenessError and consumes no group.
         """
         while True:
             batch = {i: self.trainable(data) for i, data in self.next_groups(count).items()}
@@ -202,7 +204,7 @@ class BatchTaskDispatcher:
         return self._wait(lambda: self.state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
-        """Wait for a task. Return its result, or None if it was rejected.
+        """Wait for a task. Return the task's result, or None if the task was rejected.
 
         The task then belongs to no batch, and its place at the gate is free. Raises TimeoutError
         after `timeout` seconds, KeyError for an unknown id.
@@ -210,7 +212,8 @@ class BatchTaskDispatcher:
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, tasks: Iterator[Any], batch_size: int) -> list[Any]:
-        """Keep (eta + 1) B of the endless `tasks` pending, and return a batch."""
+        """Return the next batch. Meanwhile, keep (eta + 1) B of the endless `tasks` waiting for
+        their start."""
 
         def take() -> list[Any]:
             batch = self.state.take(batch_size)
@@ -232,7 +235,7 @@ class BatchTaskDispatcher:
         self.change(setattr, self.state, "paused", False)
 
     def on_new_version(self) -> None:
-        """Start what the gate admits at the new version."""
+        """Start the tasks that the gate admits at the new version."""
         self.change(self.state.may_start)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -243,7 +246,7 @@ class BatchTaskDispatcher:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` in the loop and wait for its result; Ctrl-C ends the wait.
 
-        After `fail(error)` this raises `error`, even if an episode blocks the loop.
+        After a call of `fail(error)`, `run` raises `error`, even if an episode blocks the loop.
         """
         if self.stopped.done():
             work.close()
@@ -256,8 +259,8 @@ class BatchTaskDispatcher:
             future.cancel()
 
     def _wait(self, attempt: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Call `attempt` in the loop, and again whenever a task ends, until it returns a true
-        value."""
+        """Call `attempt` in the loop, and again whenever a task ends, until `attempt` returns a
+        true value."""
 
         async def until() -> Any:
             async with asyncio.timeout(timeout):

@@ -11,18 +11,18 @@ rollout.dump_to_file=false, the text of the group's rows goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
-A sample runs with the arguments of the `prepare_batch` call that drew it, even if a later
-`prepare_batch` returns its group.
+The arguments of a `prepare_batch` call apply to the samples that this call draws, even if a later
+call returns their groups.
 
-**A restart** draws the samples again from the first, but skips closed positions. A position is
-closed if its sample was consumed, rejected, dropped or withdrawn. For example, if positions 0 to 7
-were drawn and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs
-positions 4 to 7 again, and continues with position 8.
+**A restart** draws the samples again from the first, but skips those that were consumed, rejected,
+dropped or withdrawn. Their positions are called closed. For example, if positions 0 to 7 were drawn
+and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs positions 4 to
+7 again, and continues with position 8.
 
-`submit` and all dataloaders share one count of ids. So if a run calls `submit`, or uses two
-dataloaders, an id is no longer a position in the data, and a restart may skip the wrong samples.
+`submit` and all dataloaders share one counter of ids. So if a run calls `submit`, or uses two
+dataloaders, ids are no longer positions in the data. Then a restart may skip the wrong samples.
 
-If other groups hold all places at the gate, `rollout_batch` waits for ever.
+If groups of other calls hold all places at the gate, `rollout_batch` waits for ever.
 """
 
 import asyncio
@@ -242,7 +242,7 @@ class WorkflowExecutor:
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """Yield samples, epoch after epoch. Raises ValueError if an epoch has none."""
+    """Yield samples, epoch after epoch. Raises ValueError if an epoch has no sample."""
     while True:
         batch = None
         for batch in dataloader:

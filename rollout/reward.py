@@ -2,9 +2,10 @@
 
 A plain function in the episodes' shared event loop would make every agent wait. So
 AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. The
-wait for a free process does not count towards this limit. A coroutine function runs in the loop.
+wait for a free process does not count towards this limit. A coroutine function runs in the event
+loop itself.
 
-If a reward function fails, its episode fails. A reward of 0 instead would mislead the policy.
+If a reward function fails, its episode fails, because a reward of 0 would mislead the policy.
 """
 
 import functools
@@ -22,7 +23,7 @@ PROCESSES = 4
 
 @functools.cache
 def pools(size: int) -> PerLoop:
-    """Each event loop's pool of `size` processes."""
+    """Return the object that gives each event loop a pool of at most `size` processes."""
     return PerLoop(lambda: WorkerPool(size), WorkerPool.aclose)
 
 
@@ -32,8 +33,8 @@ class AsyncRewardWrapper:
     completion_ids, **data)`.
 
     If a plain function raises, the wrapper raises RuntimeError. If a coroutine function raises, the
-    wrapper raises the same exception. After the time limit it raises TimeoutError. A plain function
-    must be importable in another process.
+    wrapper raises the same exception. After the time limit the wrapper raises TimeoutError. A plain
+    function must be importable in another process.
     """
 
     reward_fn: Callable[..., Any]

@@ -1,7 +1,7 @@
 """A trajectory is the dict of tensors that the rollout side passes to the trainer.
 
 A row is one sequence; B rows are padded to L tokens. **Position t of every [B, L] tensor describes
-token t**: versions[b, t] is the version that computed input_ids[b, t]. Nothing is shifted by one.
+token t**: versions[b, t] is the version that computed input_ids[b, t]. No tensor is shifted by one.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
@@ -21,8 +21,8 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. Nothing 
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 
-A workflow returns at least input_ids and attention_mask; `complete` adds the rest. Without
-loss_mask, no token is trained. Without turn_ids, a row's trained tokens are one turn.
+A workflow returns at least input_ids and attention_mask; `complete` adds the other keys. Without
+loss_mask, no token is trained. Without turn_ids, all trained tokens of a row form one turn.
 """
 
 import json
@@ -73,7 +73,7 @@ def generated(traj: Trajectory) -> Tensor:
 
 
 def head_version(traj: Trajectory) -> int | None:
-    """Return the oldest version among the trained tokens, or None if there is none."""
+    """Return the oldest version among the trained tokens, or None if no token is trained."""
     return version_span(traj, traj["loss_mask"] > 0)[0]
 
 
@@ -108,9 +108,9 @@ def check_trajectory_format(traj: Any) -> None:
 def complete(
     traj: Trajectory, task_id: int, version: int = 0, temperature: float = 1.0
 ) -> Trajectory:
-    """Add every missing key of the table, and give the others the table's dtype. Without
-    `versions`, sampled tokens get `version`, the version at the episode's start. None of them can
-    be older. Without `temperatures`, sampled tokens get `temperature`.
+    """Add every missing key of the table above, and convert the given tensors to its dtypes. If
+    `versions` is missing, sampled tokens get `version`, the version at the episode's start. No
+    sampled token can be older. If `temperatures` is missing, sampled tokens get `temperature`.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
@@ -130,9 +130,9 @@ def complete(
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad to the longest trajectory, and stack the rows in order.
 
-    Tensors [B, L, ...] are padded along L. If a key's tensor lacks the dimension L in any
-    trajectory, all tensors of this key are stacked without padding. Raises ValueError if there is
-    no trajectory, or if keys differ.
+    If a key's tensors have the shape [B, L, ...] in all trajectories, they are padded along L.
+    Otherwise they are stacked without padding. Raises ValueError if there is no trajectory, or if
+    the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError("there is no trajectory to concatenate")
@@ -154,8 +154,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
     """Write each row to {folder}/{version}/{task_id}.jsonl, in the form that AReaL's page "Rollout
-    Workflow" shows. The completion goes from the first generated token to the end of the row, so it
-    includes what other roles said between turns."""
+    Workflow" shows. The field `completion` holds everything from the first generated token to the
+    end of the row, including the messages of other roles between turns."""
     lines = []
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}

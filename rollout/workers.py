@@ -6,16 +6,17 @@ share, it would stop every episode. So a pool runs each call in a process that c
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-If the block succeeds, its process serves later blocks, so global variables keep their values. After
-an exception, a time limit or a cancellation the process is killed with its whole process group.
+If the `with` block succeeds, its process serves later blocks, and global variables keep their
+values. If the block ends with an exception, a timeout or a cancellation, the process and its whole
+process group are killed.
 
-A call is sent as a pickle that names the function, so the process imports the function's module. It
-does not import the main script. A result comes back as JSON, because an agent's pickle could run
-code in the trainer. Printed output and tracebacks go to the run's standard error. Processes end
-with the trainer. They do not get the trainer's keys for servers and proxy.
+A call is sent as a pickle that names the function. So the process imports the function's module,
+but not the main script. A result comes back as JSON, because an agent's pickle could run code in
+the trainer. Printed output and tracebacks go to the run's standard error. All processes end when
+the trainer ends, and none of them gets the trainer's keys for servers and proxy.
 
-A process that has left the group (setsid) is not killed. A coroutine that ignores its cancellation
-continues. Windows is not supported.
+A child that has left the process group (setsid) is not killed. A coroutine that ignores its
+cancellation keeps running. Windows is not supported.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve
 
 
 async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
-    """Await `work` for at most `seconds`; then cancel it, and raise TimeoutError(words)."""
+    """Await `work`. If it takes more than `seconds`, cancel it, and raise TimeoutError(words)."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -49,7 +50,8 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
 
 
 def bypass() -> dict[str, str]:
-    """Return variables with which a child reaches this machine without an HTTP proxy."""
+    """Return environment variables that keep a child's requests to this machine away from an HTTP
+    proxy."""
     hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")) + ",127.0.0.1,localhost"
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 
@@ -99,7 +101,7 @@ class Worker:
 
 
 class WorkerPool:
-    """A pool of at most `size` processes for one event loop. A process starts when it is needed."""
+    """A pool of at most `size` processes for one event loop. A process starts when none is idle."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
@@ -136,8 +138,8 @@ def serve(trainer: int) -> None:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
-    # Not a daemon thread: if the loop below ends first, this process waits for the thread, which
-    # kills the processes that agents have left running.
+    # This is no daemon thread. So if the loop below ends first, the process waits until the thread
+    # has killed the processes that agents have left running.
     threading.Thread(target=follow_trainer).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():
@@ -146,7 +148,7 @@ def serve(trainer: int) -> None:
 
 
 def outcome_of(call: bytes) -> bytes:
-    """Run a call, and return its value and its error as JSON."""
+    """Run a call, and return the list [value, error] as JSON. One of the two is null."""
     try:
         function, args, kwargs = pickle.loads(call)
         outcome = function(*args, **kwargs), None
@@ -157,13 +159,13 @@ def outcome_of(call: bytes) -> bytes:
 
 
 # A process has one event loop for all its episodes. If each episode closed a loop of its own, the
-# clients that an agent leaves open would complain.
+# clients that an agent leaves open would report "Event loop is closed".
 _runner = functools.cache(asyncio.Runner)
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Run an agent's episode. Clients that the agent makes without arguments find URL and key in
-    the environment."""
+    """Run an agent's episode. The environment gives the session's URL and key to SDK clients that
+    the agent makes without arguments."""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,

@@ -1,11 +1,12 @@
 """Save and load the checkpoints of a run.
 
-recover/step00040 holds the model and the optimizer's state. It also lists the prompts that are
-done: those that steps 1 to 40 consumed, and those that were rejected, dropped or withdrawn. After a
-restart all other prompts run. So no prompt is skipped, and none is trained on twice. A checkpoint
-gets its name only when it is complete. We keep the two newest checkpoints, because the disk may
-damage the newest. sums.json has every file's checksum. On a restart, run/log.py removes the lines
-of steps after the checkpoint from metrics.jsonl.
+recover/step00040 holds the trainable weights and the optimizer's state. It also lists the prompts
+that are done: those that steps 1 to 40 consumed, and those that were rejected, dropped or
+withdrawn. A restart runs all other prompts. So it skips no prompt, and trains on none twice.
+
+A checkpoint is written to recover/partial, which is renamed when it is complete. sums.json has
+every file's checksum. We keep two checkpoints: if the newest is damaged, a restart uses the one
+before. On a restart, run/log.py removes the lines of steps after the checkpoint from metrics.jsonl.
 """
 
 import hashlib
@@ -23,8 +24,8 @@ SUMS = "sums.json"
 
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
-    """Write a step's checkpoint. The step's line must already be in metrics.jsonl. All ranks call
-    this."""
+    """Write a step's checkpoint. Before this, the step's line must be in metrics.jsonl, because a
+    restart begins with the next step. All ranks call this."""
     folder = run_dir / "recover"
     new, partial = folder / f"step{step:05d}", folder / "partial"
     actor.save_state(partial)
@@ -42,8 +43,8 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
 
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
     """Restore the newest undamaged checkpoint, and return its step, or 0 if no checkpoint exists.
-    All ranks call this. The caller pushes the weights. Raises ConfigError if all checkpoints are
-    damaged."""
+    All ranks call this. The caller then pushes the weights to the servers. Raises ConfigError if
+    all checkpoints are damaged."""
     folder = share(lambda: find_whole(run_dir / "recover"))
     if folder is None:
         return 0

@@ -23,7 +23,7 @@ from inference.io_struct import CHECKED, GenerationHyperparameters
 
 
 def find_source(module: str) -> Path:
-    """Return a module's file. The module is not imported, because many modules import torch, which
+    """Return a module's file without importing the module, because many modules import torch, which
     takes seconds."""
     try:
         spec = importlib.util.find_spec(module)
@@ -301,8 +301,8 @@ class TrainConfig(Keys):
 
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
-        """The sampling of an evaluation: eval_gconfig on top of gconfig, and one episode per prompt
-        unless eval_gconfig has n_samples."""
+        """How evaluations sample: eval_gconfig overrides fields of gconfig, and n_samples is 1
+        unless eval_gconfig sets it."""
         merged = self.gconfig.model_dump() | {"n_samples": 1} | self.eval_gconfig
         return GenerationHyperparameters.model_validate(merged)
 
@@ -321,7 +321,7 @@ ALIASES = {  # other names for keys, from AReaL's documents
     **{f"rollout.{x}": x for x in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
 }
 
-# What --help shows; --help-all shows the other keys, too.
+# The keys that --help shows. --help-all shows all keys.
 MAIN_KEYS = """mode task workflow callbacks seed max_steps trial_name model_path train_dataset.path
 train_dataset.batch_size gconfig.n_samples gconfig.max_new_tokens gconfig.temperature
 rollout.max_head_offpolicyness rollout.stale server.backend actor.eps_clip actor.loss
@@ -329,7 +329,7 @@ actor.optimizer.lr evaluator.interval"""
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong. The message, on one line, says what to change."""
+    """The configuration is wrong. The error's message is one line that says what to change."""
 
     is_verdict = True  # the message says everything, so no traceback is printed
 
@@ -448,8 +448,8 @@ def has_bfloat16() -> bool:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return a copy in which actor.dtype=auto and threads=0 have become this machine's values.
-    Raises ConfigError if keys contradict each other."""
+    """Return a copy of the configuration in which this machine's values replace actor.dtype=auto
+    and threads=0. Raises ConfigError if keys contradict each other."""
     config = type(config).model_validate(
         config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps any objects
     )

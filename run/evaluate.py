@@ -25,9 +25,9 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 
 def wilson(p: float, n: int) -> tuple[float, float]:
-    """Return the Wilson interval for a share `p` measured on n samples. With a probability of 95 %
-    it contains the true share. For a share near 0 or 1, the interval p +- 1.96 sqrt(p (1 - p) / n)
-    would contain it less often."""
+    """Return the Wilson interval for a share `p` measured on n samples. The interval contains the
+    true share with a probability of 95 %. The simpler interval p +- 1.96 sqrt(p (1 - p) / n) would
+    contain a true share near 0 or 1 less often."""
     # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
@@ -45,9 +45,9 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     left out of the mean reward. With n episodes per prompt, the metrics include pass@k for k = 2,
     4, 8 and so on, up to n.
 
-    `rewards` holds n passes over all prompts. The episodes of one prompt are correlated, so the
-    standard error and the interval treat a prompt as one sample. As a result, the interval may be
-    too wide, but not too narrow.
+    With P prompts, rewards[i], rewards[i + P], rewards[i + 2 P] and so on belong to prompt i. The
+    episodes of one prompt are correlated, so the standard error and the interval count prompts
+    instead of episodes. The interval may then be too wide, but not too narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts
@@ -67,7 +67,9 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     }
     for k in (2**i for i in range(1, n.bit_length())):
         metrics[f"eval_pass_at_{k}"] = fmean(pass_at(k, n, count) for count in right)
-    print("  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if v is not None), flush=True)
+    print(f"eval_success {success:.4g} ({low:.4g} to {high:.4g} with a probability of 95 %)")
+    shown = {k: v for k, v in metrics.items() if v is not None and "success" not in k}
+    print("  ".join(f"{k} {v:.4g}" for k, v in shown.items()), flush=True)
     return metrics
 
 

@@ -23,7 +23,7 @@ from run.config import ConfigError, TrainConfig, find_source, one_line
 
 def base_model_path(config: TrainConfig) -> str:
     """Return the folder of the task's base model. The folder's name contains a hash of the modules
-    that make the model."""
+    that make the model. So if a module changes, the model is made again."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
         content = b"".join(source.read_bytes() for source in sources)
@@ -129,7 +129,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
         if path is None:
             samples = task.dataset(split)
         elif path.endswith(".jsonl"):
-            # We read the lines as one JSON list, so that an error names its line.
+            # We read the file as one JSON list, so that json's error has the line of the mistake.
             lines = Path(path).read_text(encoding="utf-8").strip()
             samples = json.loads(re.sub(r"(\n\s*)", r",\1", f"[{lines}]"))
         else:

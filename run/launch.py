@@ -1,9 +1,9 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
-Each process has its own Unix session, so Ctrl-C reaches only train.py, which then ends the
+Each process runs in a Unix session of its own. So Ctrl-C reaches only train.py, which then ends the
 processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent. API
-keys are passed in the environment, which other users cannot read. Only SGLang gets its key on the
-command line.
+keys are passed in the environment. Only SGLang gets its key on the command line, which other users
+can read.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. For example,
 if 8 GPUs are given to 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, and the
@@ -51,7 +51,7 @@ class ProcessDied(RuntimeError):
 
 @dataclass(eq=False)
 class Child:
-    """A process of the run, planned or started. `start` adds `--port` to its command."""
+    """A process of the run, before and after its start."""
 
     name: str
     command: list[str]
@@ -108,7 +108,7 @@ class Child:
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
-    """The environment of a child that uses these GPUs."""
+    """The environment variables of a child that uses `gpus`."""
     kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
     return (
         kept
@@ -117,7 +117,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
             "HF_HUB_OFFLINE": "1",
             "POCKET_AREAL_PARENT": str(os.getpid()),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # SGLang runs ninja, which pip has put beside python.
+            # SGLang runs ninja, which pip has put into python's folder. PATH may lack this folder.
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
@@ -125,7 +125,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def command(module: str, *words: Any) -> list[str]:
-    """The command that starts `module` with these words."""
+    """The command that runs `module` with the arguments `words`."""
     return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
 
 
@@ -144,8 +144,8 @@ def visible_gpus() -> list[str]:
 
 
 def settle(server: ServerConfig, gpus: list[str]) -> None:
-    """Replace `auto` in a small server's keys to suit the machine. Raises ConfigError if
-    server.device=cuda and no GPU is visible."""
+    """Replace `auto` in the small server's device and dtype by this machine's values. Raises
+    ConfigError if server.device=cuda and no GPU is visible."""
     if server.device == "auto":
         server.device = "cuda" if gpus else "cpu"
     if server.device == "cuda" and not gpus:
@@ -175,8 +175,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        # By default SGLang would serve float32 models in float16. We make its logits float32,
-        # because the trainer's logits are float32, too.
+        # By default SGLang would serve float32 models in float16. We make SGLang's logits float32,
+        # as the trainer's are.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
@@ -192,9 +192,9 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 
 
 SGLANG_VARIABLES = {
-    # Compute log-probabilities for 256 tokens at a time, so their logits stay below half a GiB.
+    # Compute log-probabilities for 256 tokens at a time. Their logits take less than half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
-    # A GPU that a server shares with a rank has less free memory than the server's other GPUs.
+    # Accept that a GPU shared with a rank has less free memory than the server's other GPUs.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
 
@@ -202,8 +202,8 @@ SGLANG_VARIABLES = {
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy for these servers. The caller starts it when the servers answer. `hooks` maps the
-    class path of each engine hook to its arguments."""
+    """The proxy for `servers`, not yet started. `hooks` maps the class path of each engine hook to
+    its arguments."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.model_dump())]
     words += ["--hooks", json.dumps(hooks)]

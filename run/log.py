@@ -2,7 +2,7 @@
 
 metrics.jsonl has one line per step (docs/observe.md). tokens/{step}.safetensors holds the batch of
 a step: every token with its version, its advantage, and its log-probabilities under pi_behav and
-pi_theta, and under pi_prox and pi_ref if the step computed them.
+pi_theta. If the step computed log pi_prox or log pi_ref, the file holds these, too.
 """
 
 import json
@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-# Counts of groups and their members since the previous step.
+# Numbers of groups, or of failed members, since the previous step.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return the metrics of a batch on which a step at version `version` will train.
+    """Return the metrics of a batch that a step at policy version `version` consumes.
 
     The lag of a trained token is `version` minus its own version. A row is mixed if its trained
     tokens have more than one version.
@@ -47,10 +47,10 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
 
-    For these tokens server and trainer have the same weights, so their values differ only by
-    rounding, about 1e-6 in float32. If no pass has computed log pi_prox, the first mini-batch's log
-    pi_theta takes its place, because it is computed before any optimizer step. If the current
-    weights sampled no token, the result is 0.
+    Under equal weights, the values of server and trainer differ only by rounding, about 1e-6 in
+    float32. If no pass has computed log pi_prox, the trainer's value is log pi_theta of the first
+    mini-batch, which was computed before any optimizer step. If the current weights sampled no
+    token, the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     key = "prox_logp" if "prox_logp" in batch else "start_logp"

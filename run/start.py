@@ -79,7 +79,6 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        """The folder that the run writes to."""
         return self.config.run_dir
 
     def claim(self, force: bool) -> None:
@@ -88,7 +87,7 @@ class Run:
         config = self.config
         if config.trial_name == "auto":
             config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-        # The code, and what determines the order of the prompts:
+        # `origin` names the code, and all that determines the order of the prompts.
         data = config.train_dataset
         self.origin = (
             f"# revision {revision()}, seed {config.seed}, shuffle {data.shuffle},"
@@ -131,7 +130,7 @@ class Run:
             child.wait_ready()
 
     def call(self, event: str, *args: Any) -> dict[str, Any]:
-        """Call method `event` of each callback that has it, and merge the dicts returned."""
+        """Call the method named `event` of each callback that has one, and merge their dicts."""
         found = [getattr(c, event)(*args) for c in self.callbacks if hasattr(c, event)]
         return {key: x for returned in found for key, x in (returned or {}).items()}
 
@@ -177,8 +176,8 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
     The program exits here, without a run, for --help, for the options in COMMANDS, and for
-    mode=eval with evaluator.base_url. It also exits for a wrong configuration, with one line and
-    code 2.
+    mode=eval with evaluator.base_url. If the configuration is wrong, the program prints one line
+    and exits with code 2.
     """
     for option in COMMANDS.keys() & {*argv}:
         sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
@@ -187,7 +186,8 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     for caught in (signal.SIGINT, signal.SIGTERM):
         signal.signal(caught, lambda number, _: sys.exit(128 + number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
-    # By default oneDNN keeps code for 1,024 shapes: .7 GB for a model of 135M parameters.
+    # By default oneDNN keeps code for 1,024 shapes. For a model of 135M parameters this code takes
+    # .7 GB, so we keep it for 32 shapes.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     try:
         config, options = load(argv)
@@ -207,8 +207,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Without gc.freeze, each full garbage collection would take .2 s to visit all imported objects,
-    # and all collections together would take a tenth of the demo's CPU time.
+    # Without gc.freeze, each full garbage collection would visit all imported objects, which takes
+    # .2 s. All collections together would take a tenth of the demo's CPU time.
     gc.freeze()
     code: Any = 0
     try:

@@ -16,7 +16,7 @@ so none earns a reward. But the imitated player makes many random moves, so only
 learning makes the model play well.
 
 **Reproducibility.** On one machine, the same seed and the same number of threads give the same
-weights. Another machine may give different ones.
+weights. Another machine may give different weights.
 """
 
 import tempfile
@@ -83,8 +83,8 @@ def make_qwen3(
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return the labels of a conversation: the tokens of the assistant's messages, with their end
-    tokens, and IGNORED for all others."""
+    """Return a label for each token of a conversation: the token itself in the assistant's
+    messages, including their end tokens, and IGNORED elsewhere."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels = []
     inside = False

@@ -5,14 +5,15 @@ parameters (tasks/smollm2.py) cannot add such numbers. But it can learn to write
 
     <tool_call>{"name": "calc", "arguments": {"expression": "43+18"}}</tool_call>
 
-and to answer "61". For that it must keep to the form, find the numbers and choose the operation.
+and to answer "61". To do so, the model must keep to this form, find the numbers and choose the
+operation.
 
 **The agent** is an ordinary tool loop. `converse` yields each message as it comes, so that a chat
 (extras/chat.py) can run the same code. Solved problems precede every question. Without these
 examples the model never makes a right call, so it has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone. A
-call without the right value earns little. If it earned more, the model would settle on one
+call without the right value earns at most 0.2. If it earned more, the model would settle on one
 operation before trying the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
@@ -54,8 +55,8 @@ OPERATIONS = {
 def calculate(expression: Any) -> str:
     """Return the value of an expression of integers with + - * // and brackets, else "error".
 
-    A model wrote the expression, so nothing but these operations is ever computed. At most 20
-    characters are allowed, which bounds the value and the work.
+    A model wrote the expression, so nothing but these operations is ever computed. The limit of 20
+    characters bounds the value and the time to compute it.
     """
     if not isinstance(expression, str) or not re.fullmatch(r"[-+*/()\d ]{1,20}", expression):
         return "error"
@@ -141,7 +142,8 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """Return the reward. A wrong value ends the episode: we never saw a model correct it."""
+        """Return the reward. A wrong value ends the episode, because we never saw a model correct
+        one."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []
@@ -157,7 +159,7 @@ WORKFLOW = CalculatorAgent
 
 
 def grade(data: dict, said: list[dict]) -> float:
-    """Return the reward of the messages after the question. The first message is the model's."""
+    """Return the reward of the messages after the question."""
     calls = [call for message in said for call in message.get("tool_calls") or []]
     results = [message["content"] for message in said if message["role"] == "tool"]
     text = said[-1].get("content", "")
@@ -208,7 +210,7 @@ HELD_OUT = [
 def dataset(split: str = "train") -> list[dict]:
     """Return 480 problems for the split "train", and 96 held-out problems for any other split.
 
-    The numbers n are 11 to 99. Those with n % 5 == 2 are held out.
+    A problem has numbers from 11 to 99. Numbers n with n % 5 == 2 are held out.
     """
     is_train = split == "train"
     rng = random.Random(split)
@@ -218,7 +220,8 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
-    # Sort held-out problems by template, so that extras/before_after.py shows three templates.
+    # Sort held-out problems by template, so that the three problems that extras/before_after.py
+    # shows have different templates.
     each = 1 if is_train else len(HELD_OUT)
     return [problem for k in range(each) for problem in problems[k::each]]
 

@@ -66,8 +66,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    The answer is the last number in the last LaTeX box. Without a box it is the last number after
-    `####`, and without that the text's last number.
+    The answer is the last number in the last LaTeX box. Without a box, it is the last number after
+    `####`. Without `####`, it is the last number of the text.
     """
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
@@ -94,7 +94,7 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_
 ) -> float:
-    """Return 1 or 0. A separate process runs this (rollout/reward.py)."""
+    """Return 1 or 0. rollout/reward.py runs this function in a separate process."""
     return float(is_right(completion, answer))
 
 

@@ -8,17 +8,17 @@ say how to search. Random guesses find about half of the secrets, and binary sea
 plays a game and returns the reward. It knows nothing of training, tokens or versions.
 
 **Why six numbers.** With seven numbers, an agent can find every secret only if its first guess is
-4. But if 4 is wrong, three numbers and two guesses are left, so the second guess must be the middle
-of the three. Early in training the model has not learnt this second guess, because not every game
-gets that far. So games that begin with 4 earn the lowest reward, and with most seeds training ends
-in a local optimum with another first guess. With six numbers, 3 and 4 are equally good: each leaves
-two numbers on one side and three on the other. Even with six, 2 and 5 are local optima, because an
-agent that begins with one of them can find five of the six secrets. So a penalty on the distance to
-the base model (configs/demo.yaml) keeps every first guess likely until the model has learnt the
-later guesses.
+4. If 4 is wrong, three numbers and two guesses are left, so the second guess must be the middle of
+the three numbers. Early in training the model has not learnt this second guess, because not every
+game has a second guess. So at that time, games that begin with 4 earn the lowest reward, and with
+most seeds training ends in a local optimum with another first guess. With six numbers, 3 and 4 are
+equally good first guesses: each leaves two numbers on one side and three on the other. But 2 and 5
+are local optima, because an agent that begins with 2 or 5 can find five of the six secrets. So a
+penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until
+the model has learnt the later guesses.
 
 **Several strategies find every secret**, so the trained model may guess differently from binary
-search, which needs the fewest guesses on average. `summary` draws both side by side.
+search, which needs the fewest guesses on average. `summary` draws both strategies side by side.
 """
 
 import random
@@ -94,8 +94,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. In half of the games, the player respects the earlier
-    answers."""
+    """Return the messages of one random game. In half of the games, the player guesses only numbers
+    that the earlier answers allow."""
     secret = rng.choice(SECRETS)
     listens = rng.random() < 0.5
     possible: Sequence[int] = SECRETS
@@ -138,7 +138,8 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
 def explore(
     play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS
 ) -> Tree:
-    """Draw a player's strategy as a tree: below each guess is the next guess for each answer.
+    """Draw a player's strategy as a tree. Below a guess stand the next guesses, after "lower" and
+    after "higher".
 
     For every secret that the player finds, append the number of guesses to `found`.
     """

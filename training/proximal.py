@@ -1,18 +1,19 @@
 """Guess the log-probabilities of pi_prox, the policy at the start of the step.
 
-Computing them by a forward pass adds a third to the work of an update. prox_logp_method=loglinear
-(A-3PO, arXiv 2512.06547) instead interpolates between log pi_behav and log pi_theta, which are
-known anyway. The trainer is at version v, and version v_b sampled the token. After a fraction f of
-the step's mini-batches, pi_theta is roughly version v + f:
+A forward pass that computes log pi_prox adds a third to the work of an update.
+prox_logp_method=loglinear (A-3PO, arXiv 2512.06547) instead interpolates between log pi_behav and
+log pi_theta, which are known anyway. The step leads from version v to v + 1, and version v_b
+sampled the token. If a fraction f of the step's mini-batches is done, pi_theta is roughly at
+version v + f:
 
     alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
-Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. A fresh token (v_b = v) has alpha 0:
-the guess is pi_behav, which is pi_prox. In the first mini-batch a stale token has alpha 1, and the
-guess is pi_theta, which is still pi_prox. Other guesses are approximate. For large lags, alpha is
-near 1 and the guess near pi_theta, so the clip hardly acts (docs/staleness.md). No gradient flows
-through the guess.
+Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token (v_b = v), alpha
+is 0 and the guess is pi_behav, which equals pi_prox. For a stale token in the first mini-batch,
+alpha is 1 and the guess is pi_theta, which still equals pi_prox. Other guesses are approximate. For
+large lags, alpha is near 1 and the guess near pi_theta, so the clip of pi_theta / pi_prox hardly
+acts (docs/staleness.md). No gradient flows through the guess.
 """
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> Tensor:
     """Return alpha (N,) for tokens of versions v_b (N,), at version v and fraction f."""
-    # alpha = (v - v_b) / (v + f - v_b); a token newer than the trainer counts as fresh
+    # alpha = (v - v_b) / (v + f - v_b). If v_b > v, the token counts as fresh.
     lag = (version - versions).clamp(min=0).float()  # (N,)
     return torch.where(lag > 0, lag / (lag + fraction), 0.0)
 

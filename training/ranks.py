@@ -1,6 +1,6 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
-Rank 0 runs the rollouts and trains; the others only train. In a collective operation every rank
+Rank 0 runs the rollouts and trains. The others only train. In a collective operation every rank
 waits for all others. If a rank dies, torchrun ends the others.
 """
 
@@ -25,12 +25,12 @@ def join_ranks() -> None:
     alone = dict[str, Any]()
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        # SGLang sets this to 0, and all members of an NCCL group need the same value.
+        # All members of an NCCL group need the same NCCL_CUMEM_ENABLE, and SGLang sets it to 0.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Without this variable, Gloo would listen on the hostname's address.
+        # Gloo must listen on the loopback interface, and not on the hostname's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(backend, timeout=PATIENCE, **alone)
 

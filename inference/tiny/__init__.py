@@ -1,1 +1,1 @@
-"""A small inference server. Read server.py, sampling.py, scheduler.py, then model.py."""
+"""A small inference server. Read server.py first, then sampling.py, scheduler.py and model.py."""

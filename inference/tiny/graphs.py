@@ -1,12 +1,13 @@
-"""Capture the steps of a model as CUDA graphs, which a GPU replays.
+"""Capture the decode steps of a model as CUDA graphs, which a GPU replays.
 
-A step copies its inputs to the GPU, starts kernels, and waits once, for the drawn tokens
-(sampling.py). A decode of a model with 1.5B parameters needs about a thousand kernels, and most of
-them are small. So the CPU takes longer to start them than the GPU takes to compute them. A CUDA
-graph avoids this delay. It is a list of kernels that is captured once, and then replayed with one
-start. A replay repeats the same kernels at the same addresses, which has these consequences:
+A step copies its inputs to the GPU and starts kernels. It waits for the GPU only once, when it
+reads the drawn tokens (sampling.py). A decode of a model with 1.5B parameters needs about a
+thousand kernels, and most of them are small. So the CPU takes longer to start them than the GPU
+takes to compute them. A CUDA graph avoids this delay. It is a list of kernels that is captured
+once, and then replayed with one start. A replay repeats the same kernels at the same addresses,
+which has these consequences:
 
-- What changes from step to step lies in one tensor, which is filled anew before each replay.
+- All inputs of a step lie in one tensor, which is filled anew before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.
 - A replay reads weights and keys at fixed addresses, so new weights and keys are written there.
 - A step that is being captured can neither wait for the GPU nor copy from the CPU.
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# cuDNN would prepare a plan for every new shape, and nearly every prefill has a new shape.
+# cuDNN's attention is off: it would prepare a plan for every new shape, and nearly every prefill
+# has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -33,9 +35,9 @@ class Graphs:
         self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Copy `inputs` to the GPU, and replay the graph of `key`, which returns function(inputs).
-        The first call with a key captures its graph. Calls with the same key must have the same
-        shapes. The next call may overwrite the result."""
+        """Return function(inputs), computed by a replay of the graph of `key`. The first call with
+        a key captures its graph. Calls with the same key must have the same shapes. The next call
+        may overwrite the result."""
         if key in self.captured:
             graph, fixed, out = self.captured.pop(key)
             fixed.copy_(inputs, non_blocking=True)

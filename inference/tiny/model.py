@@ -11,18 +11,18 @@ to each head of q and k before the rotation. In a small model every tensor opera
 microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
 
 `step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
-and the next turn of a conversation differ only in the number of these tokens.
+and the next turn of a conversation differ only in how many tokens are fed.
 
 *The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
-place, but a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
+place. But a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
-*Bits.* On a CPU in float32, a row's logits do not depend on other rows. But torch picks a kernel by
-the matrices' shapes, and two kernels can add in different orders. Four rules keep the order fixed.
-Weights are stored column by column (`_load`). A product has 8 to 128 rows (`product`, `attend`). A
+*Bits.* On a CPU in float32, a row's logits do not depend on other rows. But torch picks kernels by
+matrix shapes, and two kernels can add in different orders. Four rules keep the order fixed. Weights
+are stored column by column (`_load`). A matrix product has 8 to 128 rows (`product`, `attend`). A
 prompt's tokens are padded to a multiple of 8. `key_length` rounds up the number of keys.
 
-*bfloat16* halves the bytes of weights and keys. x, norm, rotation and softmax stay in float32. On a
-CPU, oneDNN keeps the matrices in its own order (`_load`), else each product would reorder them.
+*bfloat16* halves the bytes of weights and keys. The hidden state, norms, rotation and softmax stay
+in float32. On a CPU, oneDNN reorders each matrix once (`_load`) instead of for each product.
 """
 
 import json
@@ -79,8 +79,8 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the fields of config.json, of its rope_parameters and of generation_config.json. The
-    last file may name more tokens that end a text. Raises ValueError for an unsupported model."""
+    """Return the fields of config.json, of its rope_parameters and of generation_config.json, which
+    may name more tokens that end a text. Raises ValueError for an unsupported model."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -115,15 +115,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     if columns > 1 and q.is_cpu:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
-    # The heads that share a key head become queries of one head, (rows, groups, share * columns,
-    # d). With enable_gqa, a decode's attention would take four times as long, and a GPU would copy
-    # all keys.
+    # Query heads that share a key head become one head with more queries: (rows, groups, share *
+    # columns, d). With enable_gqa instead, a decode's attention would take four times as long, and
+    # a GPU would copy all keys.
     folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if columns > 1:
         mask = mask.repeat(1, 1, share, 1)
     if PACKS and q.is_cpu and q.dtype == torch.bfloat16:
-        # Two products are faster than torch's own attention. The first takes whole slots, because
-        # torch would copy the keys if they were only a part of each slot.
+        # In bfloat16, two matrix products are faster than torch's own attention. The product with
+        # k takes whole slots, because torch would copy keys that are only a part of each slot.
         scores = torch.add(mask, (folded @ k.mT)[..., :n].float(), alpha=q.shape[-1] ** -0.5)
         out = torch.softmax(scores, -1).to(v.dtype) @ values
     else:  # in float32 on a CPU, copies of q fill the product to at least FEWEST rows
@@ -133,8 +133,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w, (T, n), in the type of x. If the weights are bfloat16, a CPU rounds the sums to
-    bfloat16, but a GPU keeps them in float32."""
+    """Return the product x w, (T, n), in the type of x. If the weights are bfloat16, a CPU
+    rounds the sums to bfloat16, but a GPU keeps them in float32."""
     if x.is_cuda and w.dtype == torch.bfloat16:
         return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
     if w.is_mkldnn:
@@ -153,18 +153,18 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def round_up_a_little(n: int, multiple: int) -> int:
-    """Round n up, so that only few different results occur. They are multiples of `multiple` and of
-    an eighth of the next power of 2. If `multiple` is 8, they are 8, 16, ..., 64, 80, 96, 112, 128,
+    """Round n up to a multiple of `multiple` and of an eighth of the next power of 2. So only few
+    different results occur. If `multiple` is 8, the results are 8, 16, ..., 64, 80, 96, 112, 128,
     160 and so on."""
     return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
 def key_length(longest: int) -> int:
-    """Round `longest` up to the number of keys that each row attends to.
+    """Return how many keys each row attends to: `longest`, rounded up.
 
-    The attention kernel works in blocks of 512 keys. If the last block has 256 to 448 keys, the
-    kernel adds in another order than for other lengths, as we saw on two CPUs. This changes the
-    bits, so we avoid these lengths.
+    The attention kernel works in blocks of 512 keys. On two CPUs we saw that the kernel adds in a
+    different order if the last block has 256 to 448 keys. Another order changes the bits, so we
+    avoid these lengths.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -235,8 +235,8 @@ class Model:
         self.graphs = Graphs() if self.device.type == "cuda" else None
 
     def _load(self, named: Mapping[str, Tensor]) -> None:
-        """Join weights (out, in) along `out` into matrices (in, out), and biases into vectors.
-        Packed matrices stay (out, in). New weights are copied into the old tensors, where CUDA
+        """Join weights (out, in) along `out`, and biases, too. A joined matrix is transposed to
+        (in, out), unless oneDNN packs it. New weights are copied into the old tensors, where CUDA
         graphs read them."""
         for owner, part, names in self.parts:
             if names[0] not in named:
@@ -266,7 +266,7 @@ class Model:
             n_keys = key_length(reach) if self.exact else round_up(reach, 32)
             x = self._layers(inputs, first_slot, n_keys)
         else:
-            # Add empty rows before and after, so that few different shapes and graphs occur.
+            # Add empty rows before and after `feeds`, so that few graphs are needed.
             slots, _, length = self.kv.shape[2:5]
             end = first_slot + len(feeds)
             rows = min(round_up_a_little(end, FEWEST), slots)
@@ -280,17 +280,17 @@ class Model:
         return product(rms_norm(x, self.outer.norm, self.eps), self.outer.w_head)
 
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
-        """Return a step's inputs, (4, rows, columns). They are each token's id, position and place
-        in the cache, and the index of its row's last token."""
-        # Pad at the end; a prefill has a multiple of 8 columns.
+        """Return a step's inputs, (4, rows, columns): each token's id, position and place in the
+        cache, and the index of its row's last token."""
+        # Rows are padded at the end. A decode has one column, a prefill a multiple of 8.
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)
         columns = round_up(longest, FEWEST) if longest > 1 else 1
         ids = torch.tensor([feed + [0] * (columns - len(feed)) for feed in feeds])
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
-        # Where the keys of the first head go in the cache. Padding gets a place beyond the cache's
-        # end, and `_layers` replaces it by the cache's last place.
+        # `places` says where the first head's keys go in the cache. Padding gets a place beyond the
+        # cache's end, which `_layers` replaces by the cache's last place.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:

@@ -1,12 +1,12 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
 Every draw uses one random number. This number is a hash of the request's seed and the token's
-position, so it does not depend on the other requests in the batch. If a request is aborted, and
-sent again with its seed and partial output, its next tokens get the same numbers as without the
-abort.
+position, so it does not depend on the other requests in the batch. An aborted request can be sent
+again with its seed and partial output. Its next tokens then get the same random numbers as without
+the abort.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
-trainer applies none of these three, so it leaves out tokens that were sampled with one of them
+trainer applies no penalty, top_p or top_k, so it leaves out tokens that were sampled with them
 (`trains_exactly` in inference/io_struct.py). At T = 0 the formula uses T = 1.
 """
 
@@ -93,8 +93,8 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
     """Return the next token of each sequence and its logprob. `logits` (n, vocab) are overwritten,
-    because new memory for every step would cost more time than the formulas. Only `tolist` waits
-    for a GPU."""
+    because new memory for every step would cost more time than the formulas. On a GPU, only
+    `tolist` makes the CPU wait."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
     draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]

@@ -1,9 +1,9 @@
 """Decide which sequences have a slot in the cache, and which of them the next step feeds.
 
-Each request becomes a sequence. It waits in the queue of its session, and runs in a *slot*, one row
-of the cache of keys and values. It ends exactly once, with reason stop, length or abort. A step
-feeds tokens to running sequences. A sequence whose last token has been fed gets a new token. In
-this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
+Each request becomes a sequence, which waits in its session's queue for a *slot*: one row of the
+cache of keys and values. A sequence ends exactly once, with reason stop, length or abort. A step
+feeds tokens to running sequences. When all tokens of a sequence have been fed, it gets a new one.
+In this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
     prefill           A's prompt is fed
@@ -14,12 +14,12 @@ this example A and B begin with the same 40 tokens, and C is a long prompt of an
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
 cache. A cache of 16,384 tokens has room for 85 slots of 192 tokens or 32 of 512. When a sequence
 outgrows its slot, all slots become longer and fewer. A sequence that loses its slot goes back to
-its queue, and its keys are computed again later. To avoid this, slots grow only when needed.
+its queue, and its keys are computed again later. To save this work, slots grow only when needed.
 
 *Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
-are taken, a session that runs at least two sequences more than a waiting session gives up a slot. A
-sequence that does not fit beside the running ones waits, and holds up its queue. For PATIENCE
-steps, all other sessions may overtake it. Later, only sessions that run fewer than its own may.
+are taken, a waiting session gets a slot from a session that runs at least two sequences more. A
+sequence that does not fit beside the running ones waits, and holds up its queue. All other sessions
+may overtake it for PATIENCE steps, and later only sessions that run fewer sequences.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all running sequences back to their queues.
@@ -40,7 +40,7 @@ NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no 
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return how many leading tokens `a` and `b` share."""
     n = min(len(a), len(b))
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
 
@@ -55,7 +55,7 @@ class Scheduler:
         self.version = version
         self.decode = decode  # tokens to text, to be searched for stop strings
         self.paused = False
-        # by session; the most recently served session is at the end
+        # the queue of each session; the most recently served session is at the end
         self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
         self.length, slots = model.resize(1)  # tokens of a slot, number of slots
         self.slots = [NOBODY] * slots  # who used each slot last
@@ -122,12 +122,13 @@ class Scheduler:
         return True
 
     def _choose(self) -> tuple[int, int, int]:
-        """Return the step's first slot, the slot after its last, and the most tokens fed to a slot.
+        """Return first, end, most: the step feeds at most `most` tokens to each slot from first to
+        end - 1.
 
         Prompts come before decodes, with two exceptions. A decode follows each piece of a long
-        prompt. Otherwise running sequences would get no tokens until that prompt is computed. A
-        decode also follows each prompt whose first token ended its answer. Otherwise running
-        sequences would get no tokens while requests for one token keep coming.
+        prompt, so that running sequences get tokens before the whole prompt is computed. A decode
+        also follows each prompt whose answer ends with its first token. Otherwise running sequences
+        would get no tokens while requests for one token keep coming.
         """
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
@@ -137,8 +138,9 @@ class Scheduler:
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
-        """Begin with a prompt that has waited too long, else with the shortest. Add the prompts in
-        the slots beside it while they fit. A long prompt is fed alone, and in pieces."""
+        """Begin with the shortest prompt, but prefer prompts that have waited more than PATIENCE
+        steps. Add the prompts of neighbouring slots while they fit into the step. A long prompt is
+        fed alone, and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
         piece = PIECE_PAIRS // max(1, self.slots[first].cached)
@@ -155,7 +157,7 @@ class Scheduler:
     # Who has a slot
 
     def _admit(self) -> None:
-        """Start waiting sequences; sessions that run the fewest sequences come first."""
+        """Start waiting sequences, beginning with the sessions that run the fewest sequences."""
         if self.queues:
             self._make_room()
         is_progress = True
@@ -208,8 +210,8 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Make room for the waiting session that runs the fewest sequences. Send back sequences of
-        sessions that run at least two more."""
+        """Make room for the waiting session that runs the fewest sequences, by sending back
+        sequences of sessions that run at least two more."""
         if self.n == len(self.slots):  # shorten the slots to twice the longest sequence
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
@@ -218,9 +220,9 @@ class Scheduler:
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # How many the other sessions can give up, so that each still runs one more than `session`.
+        # Other sessions can give up `spare` sequences and each still run one more than `session`.
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
-        # The only slot of a full cache goes to a much shorter sequence.
+        # If there is only one slot, a sequence of at most half the running one's length takes it.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
         if is_blocked or needed <= spare:
             for _ in range(needed):
@@ -243,8 +245,8 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _send_back(self) -> None:
-        """Send a sequence back to the head of its queue. The session that runs the most sequences
-        gives up the one that is cheapest to compute again. The keys stay in an idle slot."""
+        """Take the sequence with the fewest keys from the session that runs the most sequences, and
+        send it back to the head of its queue. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]

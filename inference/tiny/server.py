@@ -10,7 +10,7 @@ one token per sequence.
 
 A route ignores unknown fields of a body, as SGLang does. But it refuses an unknown sampling
 parameter, because ignoring one would change the tokens' distribution. It also refuses a request
-that the server could not complete.
+that the server could not complete, such as one longer than the context.
 
 In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, its sampling_params
 and the weights. In bfloat16 or on a GPU, they also depend on other requests, which change the

@@ -331,7 +331,8 @@ def test_the_mode_is_said_in_words(keys, words):
 def test_losses_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, loss, keys):
     """A row is never split between pieces, so its ratio does not depend on the layout."""
     stats = []
-    for cut in ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"layout": "tree"}):
+    padded = {"layout": "padded"}
+    for cut in (padded, padded | {"mb_tokens": 40}, {"layout": "packed"}, {"layout": "tree"}):
         actor = make_actor(ppo_epochs=2, **keys, **cut)
         actor.loss_fn = loss
         stats.append(actor.ppo_update(prepare(actor, make_batch())))

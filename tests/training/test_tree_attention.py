@@ -189,7 +189,8 @@ def test_a_tree_trains_as_its_rows_do(make_actor: Any, tmp_path: Path, kind: str
     assert tokens < (0.6 if kind in ("individual", "concat") else 1) * sum(map(len, rows))
     path = make_family(tmp_path, "qwen3", max_position_embeddings=4096, head_dim=16)
     results: list[Any] = []
-    for changes in ({}, {"layout": "tree"}, {"layout": "tree", "gradient_checkpointing": True}):
+    tree = {"layout": "tree"}
+    for changes in ({"layout": "padded"}, tree, tree | {"gradient_checkpointing": True}):
         actor = make_actor(path, mb_tokens=1024, entropy_coeff=0.1, **changes)
         stats = actor.ppo_update(batch := prepare(actor, make_batch(rows)))
         stats["logp"] = float(batch["prox_logp"].mean())
