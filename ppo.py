@@ -133,7 +133,7 @@ def compute_advantages(
     """Return the advantages (B, T) float32, 0 where nothing is trained.
 
     The batch has loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,). Untrained turns do
-    not count in mean and std.
+    not count towards the mean and std.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
     rewards = batch["turn_rewards"][trained].double()  # (M,); in float64 equal rewards give A = 0

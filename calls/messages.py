@@ -297,8 +297,9 @@ def names_of(tools: list[Json]) -> list[str]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """Return auto, none, required or a tool's name. `raw` is one of these words, {"type": "any"},
-    {"type": "tool", "name": "f"}, or {"type": "function", "function": {"name": "f"}}."""
+    """Return auto, none, required or a tool's name. `raw` is such a word, or a dict:
+    {"type": "any"}, {"type": "tool", "name": "f"}, or {"type": "function", "function": {"name":
+    "f"}}."""
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name") or raw.get("type")

@@ -18,8 +18,8 @@ tests this twice: with a user's message, and with a tool's result, which some te
 the call. If the first test fails, every prompt is rendered whole. If only the second fails, prompts
 with new results are rendered whole. A turn that changes the tools is always rendered whole.
 
-If a template refuses a conversation, or drops a text, we try the other forms of `stricter`, such as
-one system message instead of two. If the template accepts no form, the call is refused.
+If a template refuses a conversation, or drops a text, `stricter` gives it the same texts in other
+forms, such as one system message instead of two. If it accepts no form, the call is refused.
 
 A tool's result that holds the text of a control token, such as <|im_end|>, could forge a turn. So
 BREAK splits the texts of control tokens in tools, and in messages that no assistant wrote.

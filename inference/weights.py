@@ -15,9 +15,9 @@ servers join an NCCL or gloo group, and the trainer broadcasts its tensors. This
 If the update fails half way, some servers have version 7 and others version 6. Servers that did not
 complete the update keep the label "7-incomplete", and the run ends. In mode disk, a folder gets its
 final name only when it is complete. In mode distributed, each update makes its own group, so a
-server may restart between updates. In NCCL, a rank that joins, broadcasts or leaves waits until all
-other ranks do the same. A server joins, broadcasts or leaves only when a request tells it to. So a
-thread sends the request while the trainer itself joins, broadcasts or leaves (`meanwhile`).
+server may restart between updates. In NCCL, whenever a rank joins, broadcasts or leaves, it waits
+until all other ranks do the same. A server does so only when a request tells it to. So a thread
+sends the request while the trainer itself joins, broadcasts or leaves (`meanwhile`).
 """
 
 import shutil

@@ -1,8 +1,8 @@
 """HTTP connections that are cheap enough for hundreds of requests at once.
 
 Every request in flight has its own connection. An idle connection stays open for four seconds, so
-that another request can use it. We use aiohttp, because httpx would take twice the CPU time for a
-request (docs/log.md, "Requests").
+that another request can use it. We use aiohttp, because httpx takes more than twice the CPU time
+for a request (docs/log.md, "Requests").
 """
 
 import asyncio

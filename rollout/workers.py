@@ -138,8 +138,8 @@ def serve(trainer: int) -> None:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
-    # This is no daemon thread. So if the loop below ends first, the process waits until the thread
-    # has killed the processes that agents have left running.
+    # The thread is not a daemon. So if the loop below ends first, the process waits until the
+    # thread has killed the processes that agents have left running.
     threading.Thread(target=follow_trainer).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():

@@ -26,8 +26,8 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 def wilson(p: float, n: int) -> tuple[float, float]:
     """Return the Wilson interval for a share `p` measured on n samples. The interval contains the
-    true share with a probability of 95 %. The simpler interval p +- 1.96 sqrt(p (1 - p) / n) would
-    contain a true share near 0 or 1 less often."""
+    true share with a probability of 95 %. If the true share is near 0 or 1, the simpler interval
+    p +- 1.96 sqrt(p (1 - p) / n) contains it less often."""
     # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))

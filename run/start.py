@@ -229,8 +229,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
     status = code if isinstance(code, int) else 1
     if run.rank > 0:  # if a thread of gloo held a tensor while Python ended, the rank would abort
         os._exit(status)
-    # Before it exits, Python waits for all threads. An agent's thread may hang, so an alarm ends
-    # the process after ten seconds.
+    # Before it exits, Python waits for threads that are no daemons. An agent's thread may hang, so
+    # an alarm ends the process after ten seconds.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
     signal.alarm(10)
     return code

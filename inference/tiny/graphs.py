@@ -10,7 +10,8 @@ which has these consequences:
 - All inputs of a step lie in one tensor, which is filled anew before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.
 - A replay reads weights and keys at fixed addresses, so new weights and keys are written there.
-- A step that is being captured can neither wait for the GPU nor copy from the CPU.
+- A step that is being captured can neither wait for the GPU nor copy ordinary (pageable) memory
+  from the CPU.
 """
 
 from collections.abc import Callable, Hashable

@@ -10,8 +10,8 @@ After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v. 
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
 microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
 
-`step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
-and the next turn of a conversation differ only in how many tokens are fed.
+For each sequence, `step` feeds the model the tokens whose keys its cache slot lacks. Prefill,
+decode and the next turn of a conversation differ only in how many tokens these are.
 
 *The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
 place. But a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
@@ -290,7 +290,7 @@ class Model:
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
         # `places` says where the first head's keys go in the cache. Padding gets a place beyond the
-        # cache's end, which `_layers` replaces by the cache's last place.
+        # cache's end. `_layers` replaces such a place by the cache's last one.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:

@@ -210,8 +210,8 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Make room for the waiting session that runs the fewest sequences, by sending back
-        sequences of sessions that run at least two more."""
+        """Make room for the waiting session that runs the fewest sequences. If another session runs
+        at least two more, it gives up a sequence."""
         if self.n == len(self.slots):  # shorten the slots to twice the longest sequence
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
