@@ -284,14 +284,17 @@ def draw_compare(data: dict[str, Any]) -> str:
     until = runs["asynchronous"]["run"]["updates"][-1][1] + 1
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     words = compared(*runs.values())
-    parts, bottom = [text(4, 18, words.partition("; ")[0])], 26.0
-    parts += [text(4, 36, words.partition("; ")[2], "small faint")]
+    key = "A bar is a group of two attempts; its colour is the policy version that samples."
+    more = "A training step has the colours of its tokens. v1, v2, ...: new weights."
+    parts, bottom = [text(4, 18, words.partition("; ")[0])], 64.0
+    for line, what in zip((36, 54, 70), (words.partition("; ")[2], key, more)):
+        parts += [text(4, line, what, "small faint")]
     for name, one in runs.items():
         done = sum(end <= until for _, end in one["run"]["updates"])
         parts.append(text(4, bottom + 32, f"{name}: {done} steps in {until:.0f} s", "small"))
         panel, bottom = draw_panel(one["run"], bottom + 42, scale, until)
-        parts += panel
-    parts += draw_axis(bottom, scale, until)
+        parts += [*panel, *draw_axis(bottom, scale, until)]
+        bottom += 14
 
     # success over the seconds of training, each point the mean of three steps
     roof, floor = bottom + 60, bottom + 220
