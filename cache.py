@@ -36,7 +36,7 @@ own final reward.
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -61,13 +61,6 @@ def finite(reward: Any, what: str = "reward") -> float:
         return number
     needed = f"a finite number of at most {LARGEST_REWARD:g} is needed"
     raise Refusal(f"{what}: {needed}, not {reward!r:.80}")
-
-
-def check_discount(discount: Any) -> float:
-    gamma = finite(discount, "discount")
-    if not 0 <= gamma <= 1:
-        raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
-    return gamma
 
 
 def check_style(style: Any) -> None:
@@ -246,18 +239,24 @@ class InteractionCache(dict[str, Interaction]):
     def set_last_reward(self, reward: Any) -> None:
         self.set_reward(None, reward)
 
-    def apply_reward_discount(
-        self, turn_discount: float = 1.0, leads: Container[Interaction] = ()
-    ) -> None:
-        """Replace every reward r(i) by the final R(i). Every call passes its R to its parent. The
-        calls in `leads`, which lead to a reward, pass their R to every call that they read. Raises
-        RuntimeError if the rewards are already final."""
+    def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
+        """Replace every reward r(i) by the final R(i). A reader that leads to no reward counts in
+        the mean only if it continues the call: if it copies or names the answer, it may be a call
+        that a client has made for itself. With `cut`, a call reads only the call that it continues
+        and those that its header names. Raises Refusal for a wrong discount, and RuntimeError if
+        the rewards are already final."""
+        gamma = finite(turn_discount, "discount")
+        if not 0 <= gamma <= 1:
+            raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
-        gamma = check_discount(turn_discount)
         self._discounted = True
+        finished = self.finished()
+        for call in finished if cut else ():
+            call.reads = unread(call.named + ([call.parent] if call.parent else []))
+        leads = ancestors(call for call in finished if call.reward is not None)
         below: defaultdict[Any, list[float]] = defaultdict(list)  # call -> R of its readers
-        for call in reversed(self.finished()):  # so every call comes after the calls that read it
+        for call in reversed(finished):  # so every call comes after the calls that read it
             if call.is_left_out:
                 continue
             # R(i) = r(i) + gamma * mean R(c)
@@ -275,6 +274,21 @@ class InteractionCache(dict[str, Interaction]):
         check_style(style)
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
+
+
+def unread(calls: list[Interaction]) -> list[Interaction]:
+    """Return `calls` without those that another of them has read, directly or indirectly."""
+    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
+    return [x for x in dict.fromkeys(calls) if x not in above]
+
+
+def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
+    """Return the calls, and all calls that they have read, directly or through other calls."""
+    found, new = set[Interaction](), set(calls)
+    while new:
+        found |= new
+        new = {x for call in new for x in call.reads} - found
+    return found
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:

@@ -218,8 +218,9 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
         check_style(style := body.get("style", "individual"))
-        session.apply_reward_discount(body.get("discount", 1.0), body.get("compaction") == "cut")
-        rows = session.cache.export_interactions(style)
+        cache, cut = session.cache, body.get("compaction") == "cut"
+        cache.apply_reward_discount(body.get("discount", 1.0), cut)
+        rows = cache.export_interactions(style)
         del self.sessions[session.session_id]
         return rows
 

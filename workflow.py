@@ -71,9 +71,6 @@ class WorkflowContext(NamedTuple):
         """The episode's name in the run, such as "7-3"."""
         return f"{'eval-' if self.is_eval else ''}{self.task_id}-{self.sample_idx}"
 
-    def seed_of(self, turn: int) -> int | None:
-        return None if self.seed is None else call_seed(self.seed, self.name, turn)
-
 
 _context: ContextVar[WorkflowContext] = ContextVar("workflow_context", default=WorkflowContext())  # noqa: B039
 
@@ -149,7 +146,8 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         context = _context.get()
-        gconfig = self.gconfig.for_call(n_samples=1, seed=context.seed_of(turn))
+        seed = None if context.seed is None else call_seed(context.seed, context.name, turn)
+        gconfig = self.gconfig.for_call(n_samples=1, seed=seed)
         request = ModelRequest(input_ids, gconfig=gconfig, call=f"{context.name}.{turn}")
         return await engine.agenerate(request)
 

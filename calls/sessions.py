@@ -29,12 +29,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache import Interaction, InteractionCache, check_discount, extend
+from cache import Interaction, InteractionCache, ancestors, extend, unread
 from calls.messages import Message, Refusal
 from inference.io_struct import ModelResponse
 
 MAX_CALLS, MAX_BYTES = 2048, 2**26  # a session's calls, and the bytes of their bodies
-RUN = re.compile(r"[^\W\d_]+|\d+")  # a run of letters, or of digits
 SHORT = 20  # characters; a shorter answer may be part of a message by chance
 SIDE = re.compile(  # opencode, Claude Code, Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
@@ -54,8 +53,8 @@ class Session:
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
-    # for links: finished call without a finished child -> its `needle`, the needle's `longest_run`
-    leaves: dict[Any, tuple[str, str]] = field(default_factory=dict)
+    # for links: finished call without a finished child -> its `needle`
+    leaves: dict[Any, str] = field(default_factory=dict)
     # for side conversations: the digests of first messages that begin no side conversation
     agent_digests: set[int] = field(default_factory=set)
 
@@ -93,7 +92,7 @@ class Session:
         self.cache.finish(call, response, output)
         self.leaves.pop(call.parent, None)
         if said := needle(output):
-            self.leaves[call] = said, longest_run(said)
+            self.leaves[call] = said
         call.first_digest = extend(0, call.messages[0])
         call.agent_digests = self.agent_digests
         if not looks_like_side(call):
@@ -114,54 +113,20 @@ class Session:
         parent, named = call.parent, call.named
         new = call.messages[len(parent.conversation) if parent else 0 :]
         text = "" if looks_like_side(call) else squeeze_all(new)
-        runs = {"", *RUN.findall(text)}
-        found = [
-            x
-            for x, (said, run) in self.leaves.items()
-            if run in runs and x is not parent and stands(said, text)
-        ]
+        found = [x for x, said in self.leaves.items() if x is not parent and stands(said, text)]
         if not (found or named):
             return
         # A call that is read is no side conversation.
         self.agent_digests |= {x.first_digest for x in found + named}
         if parent:
             results = squeeze_all(message for message in new if message["role"] == "tool")
-            reports = [x for x in found if stands(self.leaves[x][0], results)]
+            reports = [x for x in found if stands(self.leaves[x], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.cache.values()))
             for first in ancestors(reports + named).intersection(later):
                 first.reads = first.reads or [parent]
         call.reads = unread(found + named + call.reads)
         if not parent:
             call.turn = max(x.turn + 1 for x in call.reads)
-
-    def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
-        """Compute the final rewards. With `cut`, a call reads only the call that it continues and
-        those that its header names. A call's final reward includes the mean of its readers' final
-        rewards (cache.py). A reader that leads to no reward counts in this mean only if it
-        continues the call. A reader that copies the answer may be a call that a client has made
-        for itself."""
-        check_discount(turn_discount)  # before anything changes
-        finished = self.cache.finished()
-        for call in finished if cut else ():
-            parent = [call.parent] if call.parent else []
-            call.reads = unread(call.named + parent)
-        leads = ancestors(call for call in finished if call.reward is not None)
-        self.cache.apply_reward_discount(turn_discount, leads)
-
-
-def unread(calls: list[Interaction]) -> list[Interaction]:
-    """Return `calls` without those that another of them has read, directly or indirectly."""
-    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
-    return [x for x in dict.fromkeys(calls) if x not in above]
-
-
-def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
-    """Return the calls, and all calls that they have read, directly or through other calls."""
-    found, new = set[Interaction](), set(calls)
-    while new:
-        found |= new
-        new = {x for call in new for x in call.reads} - found
-    return found
 
 
 # ---- what shows that an answer was read
@@ -179,13 +144,6 @@ def needle(output: Message) -> str:
     if calls := output.get("tool_calls"):
         return calls[0]["id"]
     return squeeze(output["content"].rpartition("<summary>")[2].partition("</summary>")[0])
-
-
-def longest_run(said: str) -> str:
-    """Return the answer's longest run of letters or of digits, or "". If a text lacks this run, it
-    cannot contain the answer, so the text need not be searched. The answer's first and last run do
-    not count, because a text that quotes the answer may have other letters directly beside them."""
-    return max(RUN.findall(said)[1:-1], key=len, default="")
 
 
 def stands(said: str, text: str) -> bool:

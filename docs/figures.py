@@ -287,8 +287,8 @@ def draw_compare(data: dict[str, Any]) -> str:
     key = "A bar is a group of two attempts; its colour is the policy version that samples."
     more = "A training step has the colours of its tokens. v1, v2, ...: new weights."
     parts, bottom = [text(4, 18, words.partition("; ")[0])], 64.0
-    for line, what in zip((36, 54, 70), (words.partition("; ")[2], key, more)):
-        parts += [text(4, line, what, "small faint")]
+    for height, what in zip((36, 54, 70), (words.partition("; ")[2], key, more)):
+        parts += [text(4, height, what, "small faint")]
     for name, one in runs.items():
         done = sum(end <= until for _, end in one["run"]["updates"])
         parts.append(text(4, bottom + 32, f"{name}: {done} steps in {until:.0f} s", "small"))

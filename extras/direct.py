@@ -30,7 +30,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.cache = cache = session.cache
         self.set_reward = cache.set_reward
         self.set_last_reward = cache.set_last_reward
-        self.apply_reward_discount = session.apply_reward_discount
+        self.apply_reward_discount = cache.apply_reward_discount
         self.export_interactions = cache.export_interactions
         transport = sdk_http.ASGITransport(create_app(proxy))
         super().__init__(

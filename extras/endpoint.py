@@ -10,7 +10,6 @@ tokenizer is needed.
 
 import asyncio
 import copy
-import importlib
 import os
 import time
 from itertools import count
@@ -20,7 +19,7 @@ from cache import finite
 from extras.failures import Failures, logger
 from run.config import ConfigError, TrainConfig
 from run.evaluate import Evaluation, conclude, describe
-from run.inputs import Inputs, load_dataset, load_workflow
+from run.inputs import Inputs, load_inputs
 from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 
@@ -58,11 +57,9 @@ def main(config: TrainConfig) -> int:
     """Evaluate, print the result, and write it to eval.json. Raises ConfigError."""
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-    task = importlib.import_module(config.task) if config.task else None
-    data = load_dataset(config.valid_dataset.path, task, "valid")
-    agent = load_workflow(config, task, {})
+    inputs = load_inputs(config)
     failures = Failures(config)
-    found = evaluate_endpoint(config, Inputs(task, [], data, None, agent, agent))
+    found = evaluate_endpoint(config, inputs)
     failures.on_end(None)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     conclude(config.run_dir, found)

@@ -387,9 +387,7 @@ def main(argv: list[str]) -> Any:
 
     parser = argparse.ArgumentParser(prog="python -m extras.replay", allow_abbrev=False)
     parser.add_argument("folder", help="of the run to repeat; key=value words may follow")
-    parser.add_argument(
-        "--until", "--replay-until", type=int, metavar="N", help="stop after step N"
-    )
+    parser.add_argument("--until", type=int, metavar="N", help="stop after step N")
     options, words = parser.parse_known_args(argv)
 
     def make(config: Any, force: bool) -> start.Run:

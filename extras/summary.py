@@ -44,8 +44,8 @@ class Summary:
         model = run.run_dir / "checkpoints" / f"step{run.step:05d}"
         talk = shlex.join([sys.executable, "-m", "extras.chat", str(run.run_dir)])
         print(f"talk to the model:\n  {talk}", flush=True)
-        is_plain = sys.argv[0].endswith("train.py") and "--replay" not in sys.argv
-        if is_plain and (run.config.task or run.config.valid_dataset.path):
+        has_data = run.config.task or run.config.valid_dataset.path
+        if has_data and sys.argv[0].endswith("train.py"):
             words = run.command("mode=eval", f"model_path={model}")
             print(f"evaluate it:\n  {words}", flush=True)
 

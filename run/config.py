@@ -363,29 +363,21 @@ def flatten(settings: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def nest(settings: dict[str, Any]) -> dict[str, Any]:
-    """Turn {"actor.eps_clip": 0.2} into {"actor": {"eps_clip": 0.2}}."""
-    nested: dict[str, Any] = {}
-    for name, value in settings.items():
-        *groups, last = name.split(".")
-        group = nested
+def merge(settings: dict[str, Any], given: dict[str, Any]) -> None:
+    """Put the settings of a recipe or of the command line into the nested `settings`, and replace
+    aliases. Raises ConfigError if a key has two values."""
+    values: dict[str, Any] = {}
+    for name, value in flatten(given):
+        key = ALIASES.get(name, name)
+        if values.setdefault(key, value) != value:
+            raise ConfigError(f"{key} and its alias are one key: give one of them")
+        *groups, last = key.split(".")
+        group = settings
         for part in groups:
             if not isinstance(group.get(part), dict):
                 group[part] = {}
             group = group[part]
         group[last] = value
-    return nested
-
-
-def rename(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replace aliases in the settings of a recipe or command line. Raises ConfigError if a key has
-    two values."""
-    for alias, name in ALIASES.items():
-        if alias in settings:
-            value = settings.pop(alias)
-            if settings.setdefault(name, value) != value:
-                raise ConfigError(f"{alias} and {name} are one key: give one of them")
-    return settings
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
@@ -401,7 +393,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         if name in MAIN_KEYS.split() or "--help-all" in argv
     ]
     parser = argparse.ArgumentParser(
-        usage="python train.py [options | --dry-run | --replay RUN] [key=value ...]",
+        usage="python train.py [options] [key=value ...]",
         epilog="\n".join(["the keys:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -415,8 +407,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     for name in options.config or ["demo"]:
         path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
         with one_line(f"--config {name}"):
-            recipe = dict(flatten(yaml.safe_load(path.read_text()) or {}))
-        settings |= rename(recipe)
+            merge(settings, yaml.safe_load(path.read_text()) or {})
     words: dict[str, Any] = {}
     for word in options.words:
         name, _, value = word.partition("=")
@@ -424,10 +415,10 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
             raise ConfigError(f"{word} lacks its value")
         with one_line(name):  # YAML would read the names 1.10 and 20261127_101010 as numbers
             is_name = name.endswith(("experiment_name", "trial_name"))
-            words |= flatten({name: value if is_name else yaml.safe_load(value)})
-    settings |= rename(words)
+            words[name] = value if is_name else yaml.safe_load(value)
+    merge(settings, words)
     try:
-        config = resolve(TrainConfig.model_validate(nest(settings)))
+        config = resolve(TrainConfig.model_validate(settings))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))

@@ -82,8 +82,9 @@ class Inputs:
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:
-    """Load task, data, tokenizer and workflow. `workflow` overrides the configured one."""
-    from transformers import AutoTokenizer
+    """Load task, data, tokenizer and workflow. `workflow` overrides the configured one, which
+    overrides the task's."""
+    from workflow import resolve_workflow
 
     with one_line(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
@@ -91,25 +92,12 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
     dataset = [] if is_eval else load_dataset(config.train_dataset.path, task, "train")
     needed = is_eval or config.evaluator.interval
     validation = load_dataset(config.valid_dataset.path, task, "valid") if needed else []
-    with one_line(f"tokenizer_path={config.tokenizer_path}"):
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
-    used, evaluated = (
-        load_workflow(config, task, {"gconfig": g, "tokenizer": tokenizer}, workflow, kwargs)
-        for g in (config.gconfig, config.evaluation_gconfig)
-    )
-    return Inputs(task, dataset, validation, tokenizer, used, evaluated)
+    tokenizer = None
+    if config.tokenizer_path:  # an endpoint's evaluation needs none
+        with one_line(f"tokenizer_path={config.tokenizer_path}"):
+            from transformers import AutoTokenizer
 
-
-def load_workflow(
-    config: TrainConfig,
-    task: Any,
-    defaults: dict[str, Any],
-    workflow: Any = None,
-    kwargs: dict | None = None,
-) -> Any:
-    """Make the workflow or agent: the given one, else the configured one, else the task's."""
-    from workflow import resolve_workflow
-
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
     workflow, given = workflow or config.workflow, config.workflow_kwargs | (kwargs or {})
     if workflow is None:
         workflow = getattr(task, "WORKFLOW", None)
@@ -117,7 +105,11 @@ def load_workflow(
     if workflow is None:
         raise ConfigError("no workflow: set workflow=module.Class, an agent or a RolloutWorkflow")
     with one_line(f"workflow={workflow}, workflow_kwargs={given}"):
-        return resolve_workflow(workflow, given, defaults=defaults)
+        used, evaluated = (
+            resolve_workflow(workflow, given, defaults={"gconfig": g, "tokenizer": tokenizer})
+            for g in (config.gconfig, config.evaluation_gconfig)
+        )
+    return Inputs(task, dataset, validation, tokenizer, used, evaluated)
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:

@@ -31,7 +31,7 @@ import httpx
 
 from inference.serve import free_port
 from rollout.workers import bypass
-from run.config import ROOT, ConfigError, ServerConfig, TrainConfig, has_bfloat16
+from run.config import ROOT, ConfigError, TrainConfig, has_bfloat16
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
@@ -143,23 +143,20 @@ def visible_gpus() -> list[str]:
         return []
 
 
-def settle(server: ServerConfig, gpus: list[str]) -> None:
-    """Replace `auto` in the small server's device and dtype by this machine's values. Raises
-    ConfigError if server.device=cuda and no GPU is visible."""
-    if server.device == "auto":
-        server.device = "cuda" if gpus else "cpu"
-    if server.device == "cuda" and not gpus:
-        raise ConfigError("server.device=cuda, but no GPU is visible")
-    if server.dtype == "auto":
-        server.dtype = "bfloat16" if server.device == "cuda" or has_bfloat16() else "float32"
-
-
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
-    """The inference servers to start, with their API key."""
+    """The inference servers to start, with their API key. This machine's values replace `auto` in
+    the small server's device and dtype. Raises ConfigError if server.device=cuda and no GPU is
+    visible."""
     server = config.server
     size = server.tp_size
     if server.backend == "tiny":
-        settle(server, gpus)
+        if server.device == "auto":
+            server.device = "cuda" if gpus else "cpu"
+        if server.device == "cuda" and not gpus:
+            raise ConfigError("server.device=cuda, but no GPU is visible")
+        if server.dtype == "auto":
+            fast = server.device == "cuda" or has_bfloat16()
+            server.dtype = "bfloat16" if fast else "float32"
         gpus = gpus if server.device == "cuda" else []
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = server.count * size

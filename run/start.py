@@ -168,19 +168,12 @@ class Run:
         return shlex.join([sys.executable, *given, *words])
 
 
-# Options of train.py that run another program.
-COMMANDS = {"--dry-run": "extras.plan.main", "--replay": "extras.replay.main"}
-
-
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
-    The program exits here, without a run, for --help, for the options in COMMANDS, and for
-    mode=eval with evaluator.base_url. If the configuration is wrong, the program prints one line
-    and exits with code 2.
+    The program exits here, without a run, for --help, and for mode=eval with evaluator.base_url. If
+    the configuration is wrong, the program prints one line and exits with code 2.
     """
-    for option in COMMANDS.keys() & {*argv}:
-        sys.exit(import_name(COMMANDS[option])([word for word in argv if word != option]))
     raise_open_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide how children end
     for caught in (signal.SIGINT, signal.SIGTERM):

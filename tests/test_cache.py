@@ -191,7 +191,7 @@ def test_discounting_is_its_recursive_definition(
     for name in own:  # in the order of their beginnings
         for reader in readers[name]:
             weights[reader] += gamma * weights[name] / len(readers[name])
-    discounted.apply_reward_discount(gamma, cut=not links)
+    discounted.cache.apply_reward_discount(gamma, cut=not links)
     rewards = {name: discounted.cache[name].reward or 0.0 for name in own}
     assert rewards == pytest.approx({name: final(name) for name in own})
     roots = sum(rewards[name] for name in own if not cache[name].reads)
@@ -293,7 +293,7 @@ RESULTS = [{"role": "tool", "content": x} for x in (json.dumps([REPORT]), "said:
 def final_rewards(session: Session, links: bool) -> list[float | None]:
     """The rewards of all calls if the last one gets 1, with gamma 1/2."""
     session.cache.set_last_reward(1)
-    session.apply_reward_discount(0.5, cut=not links)
+    session.cache.apply_reward_discount(0.5, cut=not links)
     return [call.reward for call in session.cache.values()]
 
 
@@ -325,13 +325,6 @@ def test_what_is_no_report() -> None:
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
     assert not any(call.reads for call in session_of(*calls).cache.values())
-
-
-def test_an_answer_is_sought_only_where_its_longest_run_is(monkeypatch: Any) -> None:
-    """Otherwise the texts of a long session would be searched for thousands of answers."""
-    session = session_of(turn([user("q")], REPORT))
-    monkeypatch.setattr("calls.sessions.stands", None)
-    session.enter(Interaction([user(REPORT.replace("report", ""))]))
 
 
 # ---- parents
@@ -411,7 +404,7 @@ CLIENTS = {
 def left_out(session: Session) -> list[str]:
     """Give the session the reward 1, and return the rows that are not trained."""
     session.cache.set_last_reward(1.0)
-    session.apply_reward_discount(1.0)
+    session.cache.apply_reward_discount(1.0)
     rows = rows_of(session.cache)
     out = [name for name, row in rows.items() if row["side_conversations"]]
     assert out == [name for name, row in rows.items() if not sum(row["loss_mask"])]
