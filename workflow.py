@@ -268,7 +268,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if self.mode == "inline":
             client = await _agents_client.get()
             return await self._episode(functools.partial(self.agent.run, data, http_client=client))
-        pool = await pools(self.subproc_max_workers).get()
+        pool = await pools("agents", self.subproc_max_workers).get()
         async with pool.worker() as call:  # a session starts only when a process is free
             return await self._episode(functools.partial(call, run_agent, self.agent, data))
 

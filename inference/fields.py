@@ -80,5 +80,8 @@ def import_name(path: Any) -> Any:
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:
-    """`named` maps a class path to arguments. Return an instance of the class, or None for {}."""
+    """`named` maps a class path to arguments. Return an instance of the class, or None for {}.
+    Raises ValueError if there are two classes."""
+    if len(named) > 1:
+        raise ValueError(f"only one callback may have engine hooks, not {' and '.join(named)}")
     return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

@@ -25,13 +25,18 @@ from fastapi import FastAPI, Request, Response
 
 from inference.fields import Refusal, as_object
 
+_given = set[int]()  # ports that free_port has returned
+
 
 def free_port() -> int:
-    """Return a free port from 20000 to 31999, a range that outgoing connections do not use."""
+    """Return a free port from 20000 to 31999, a range that outgoing connections do not use. No port
+    is returned twice, because its process binds it later."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:

@@ -22,8 +22,9 @@ PROCESSES = 4
 
 
 @functools.cache
-def pools(size: int) -> PerLoop:
-    """Return the object that gives each event loop a pool of at most `size` processes."""
+def pools(users: str, size: int) -> PerLoop:
+    """Return the object that gives each event loop a pool of at most `size` processes. `users` are
+    agents or rewards: agents may hold their processes for an hour, and rewards must not wait."""
     return PerLoop(lambda: WorkerPool(size), WorkerPool.aclose)
 
 
@@ -46,6 +47,6 @@ class AsyncRewardWrapper:
         if inspect.iscoroutinefunction(self.reward_fn):
             work = self.reward_fn(*args, **kwargs)
             return finite(await within(self.timeout_seconds, work, words))
-        async with (await pools(PROCESSES).get()).worker() as call:
+        async with (await pools("rewards", PROCESSES).get()).worker() as call:
             work = call(self.reward_fn, *args, **kwargs)
             return finite(await within(self.timeout_seconds, work, words))

@@ -28,10 +28,10 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
     restart begins with the next step. All ranks call this."""
     folder = run_dir / "recover"
     new, partial = folder / f"step{step:05d}", folder / "partial"
+    share(lambda: shutil.rmtree(partial, ignore_errors=True))  # a killed run may have left files
     actor.save_state(partial)
     if dist.get_rank() == 0:
         (partial / "rollout.json").write_text(json.dumps(executor.state_dict()))
-        (partial / SUMS).unlink(missing_ok=True)  # a killed run may have left the file
         sums = {path.name: checksum(path) for path in partial.iterdir()}
         (partial / SUMS).write_text(json.dumps(sums))
         shutil.rmtree(new, ignore_errors=True)  # a damaged checkpoint, if there is one

@@ -29,9 +29,10 @@ def find_source(module: str) -> Path:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # no such package
         spec = None
-    if spec is None or spec.origin is None:
-        raise ValueError(f"there is no module {module!r}; a name is module.name")
-    return Path(spec.origin)
+    origin = spec.origin if spec else None
+    if origin is None or not origin.endswith(".py"):
+        raise ValueError(f"there is no module {module!r} in Python code; a name is module.name")
+    return Path(origin)
 
 
 def check_name(path: str) -> str:
@@ -39,7 +40,7 @@ def check_name(path: str) -> str:
     if name == "jsonl":
         if not Path(path).is_file():
             raise ValueError("there is no such file")
-    elif not re.search(rf"\b{name}\b", find_source(module).read_text()):
+    elif not re.search(rf"\b{re.escape(name)}\b", find_source(module).read_text()):
         raise ValueError(f"{module} has no {name}")
     return path
 
@@ -435,7 +436,7 @@ def has_bfloat16() -> bool:
     with suppress(OSError):
         if "bf16" in Path("/proc/cpuinfo").read_text():
             return True
-    return Path("/dev/nvidia0").exists()
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def resolve(config: TrainConfig) -> TrainConfig:

@@ -338,7 +338,7 @@ def test_a_loop_that_ends_takes_its_workers_along() -> None:
         "import asyncio, os\n"
         "from rollout import reward\n"
         "async def main():\n"
-        "    async with (await reward.pools(1).get()).worker() as call:\n"
+        "    async with (await reward.pools('agents', 1).get()).worker() as call:\n"
         "        return await call(os.getpid)\n"
         "print(asyncio.run(main()), asyncio.run(main()))\n"
     )

@@ -39,6 +39,8 @@ def config_of(*words: str) -> TrainConfig:
         (["weight_update.mode=distributed"], "weight_update.mode: a small server"),
         (["workflow=task.guess.GuessAgent"], "there is no module 'task.guess'"),
         (["actor.loss=extras.losses.cisp"], "extras.losses has no cisp"),
+        (["actor.loss=extras.losses.cispo("], "extras.losses has no cispo("),
+        (["actor.loss=math.exp"], "there is no module 'math' in Python code"),
         (["train_dataset.path=nowhere.jsonl"], "there is no such file"),
     ],
 )
