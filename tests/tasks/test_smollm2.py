@@ -45,7 +45,7 @@ def test_it_is_trained_and_asked(tmp_path: Path, folder: str, monkeypatch, capsy
     check_metrics(metrics_of(tmp_path), eta=1)
     assert (tmp_path / "e/t/eval_base.json").is_file()
     assert done.stdout.count("success on held-out prompts") == 2
-    assert done.stdout.count("  after ") == 3
+    assert done.stdout.count("  after, reward ") == 3
     question = "Ann has 20 coins and Ben has 30 coins. How many coins do they have together?"
     monkeypatch.setattr("sys.stdin", [question])
     assert chat.main([str(tmp_path / "e/t")]) == 0
