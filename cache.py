@@ -20,8 +20,8 @@ A call has read the answer that it continues: B and C have read A. With gamma = 
 successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py finds which other answers
 a call has read, and which calls are side conversations, such as a request for a title.
 
-**Rows.** A call that is part of a row is called a **turn**. Style "individual" makes one row of
-every turn. Style "concat" makes one row of every leaf and the turns that led to it, for example:
+**Rows.** A call that is part of a row is called a **turn**. In style "individual", each turn is a
+row of its own. In style "concat", each leaf and the turns that led to it are one row, for example:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -233,7 +233,7 @@ class InteractionCache(dict[str, Interaction]):
         return found
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward a call, or the latest call if the id is None."""
+        """Reward the call that `find` returns for this id."""
         self.find(interaction_id, "reward").reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:

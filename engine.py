@@ -154,7 +154,7 @@ class RemoteInfEngine:
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
         # A request's id begins with its episode ("7-3" for call "7-3.1"), because the small server
-        # lets episodes take turns. A random suffix follows, because a server accepts each id once.
+        # lets episodes take turns. A random suffix makes the id unique, as an abort needs it.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)

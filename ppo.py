@@ -60,7 +60,7 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss -J and its metrics. All tensors have the same shape, (B, T) or flat.
+    """Return the loss -J and its metrics. All tensors of tokens have one shape, (B, T) or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     has one old policy, so its `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are

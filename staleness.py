@@ -79,7 +79,7 @@ class StalenessManager:
         return min(self.max_concurrent_rollouts - stat.running, free)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) B, the number of prompts to keep ready to start."""
+        """Return (eta + 1) B, the number of prompts that should wait for their start."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:

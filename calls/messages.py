@@ -225,7 +225,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _referred(reference: Json, find: Find) -> Json:
-    """Return the item that `reference` names. For example, fc_<x>_0 is in the reply resp_<x>."""
+    """Return the item that `reference` names. The item fc_<x>_0 is in the reply resp_<x>."""
     item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = {item["id"]: item for item in found.reply["output"]} if found and found.reply else {}

@@ -98,8 +98,8 @@ class PromptBuilder:
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
         """Return the prompt that continues `turn`: its prompt, its output and the tail of `new`.
-        End marks that the output already has are not repeated. Raises Refusal if the template
-        refuses `new` after STUB, or drops a text."""
+        If the output already has an end mark, the tail does not repeat it. Raises Refusal if the
+        template refuses `new` after STUB, or drops a text."""
         sampled = turn.output_tokens
         tail = self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)

@@ -18,9 +18,9 @@ whole, and the answers of the calls that its header x-pocket-areal-reads names (
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Calls
 with the same first message are judged together: they are side conversations only if all of them
-look like side conversations. So a call with a child is no side conversation, because the child has
-the same first message and a parent. If every call of a session looks like a side conversation, none
-counts as one.
+look like side conversations. So a call with a child is no side conversation: the child has the same
+first message, but does not look like a side conversation, because it has a parent. If every call of
+a session looks like a side conversation, none counts as one.
 """
 
 import itertools

@@ -42,8 +42,8 @@ Answer = Callable[["Turn"], Awaitable[tuple[Message, ModelResponse]]]
 
 
 class Turn:
-    """A call that is being answered. The constructor enters it in the tree and starts to
-    generate."""
+    """A call and the work of answering it. The constructor enters the call in the tree and starts
+    to generate."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Read JSON from strangers, and say which field is wrong.
 
-An agent or a model may send any value, nested to any depth. `get` returns a value of the expected
-type or raises Refusal, which the proxy answers with status 400:
+What an agent or a model sends may have any type, and be nested to any depth. `get` returns a value
+of the expected type or raises Refusal, which the proxy answers with status 400:
 
     get({"tools": 7}, "tools", list)                    -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}

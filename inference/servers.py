@@ -1,4 +1,4 @@
-"""Choose an inference server for each request, send to all servers, and check their versions.
+"""Choose an inference server for each request, control all servers, and check answers' versions.
 
 All conversations of a prompt group go to one server, which computes the shared prompt once.
 `rank_servers` gives a group the same order of servers in every process. If a server fails, its

@@ -46,8 +46,8 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     4, 8 and so on, up to n.
 
     With P prompts, rewards[i], rewards[i + P], rewards[i + 2 P] and so on belong to prompt i. The
-    episodes of one prompt are correlated, so the standard error and the interval count prompts
-    instead of episodes. The interval may then be too wide, but not too narrow.
+    episodes of one prompt are correlated, so the standard error and the interval treat a prompt,
+    and not an episode, as one sample. The interval may then be too wide, but not too narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts

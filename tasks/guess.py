@@ -114,8 +114,7 @@ def play_at_random(rng: random.Random) -> list[dict]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random. The seed determines
-    the model."""
+    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)

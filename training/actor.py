@@ -14,12 +14,12 @@ mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 batch, computes all advantages and makes the same mini-batches. Only the passes are divided among
 the ranks. The ranks' gradients add up to the gradient that one rank alone would compute.
 
-**Frozen layers.** If `frozen_layers` = n is above 0, the first n layers and the embeddings get no
+**Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
 gradient and no optimizer state. Frozen weights are not in recover/, and are pushed at most once.
 
 **Numbers.** The parameters and the optimizer's state are float32. For a pass on a GPU, FSDP casts
 everything to `dtype`. On a CPU, only matrix products use `dtype`. A token's log-probabilities under
-pi_theta, pi_prox and pi_behav all refer to the temperature at which the token was sampled.
+pi_theta, pi_prox and pi_behav are all computed at the temperature at which the token was sampled.
 
 There is no tensor, pipeline or context parallelism, no LoRA and no critic. Another layout or number
 of ranks changes results only by rounding errors.
