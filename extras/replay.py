@@ -5,9 +5,10 @@
 
 Two runs with the same seed differ, because a weight update may interrupt a completion at token 57
 in one and at token 61 in the other. The rest is fixed. The seed gives the prompts. Seed, call name
-and token position together give every random number. The small server computes the same bits for a
-completion, whatever else it computes and however often it is interrupted. A step depends only on
-weights and batch. So the configuration and schedule.jsonl together determine a run:
+and token position together give every random number. In float32 on one thread, the small server
+computes the same bits for a completion, whatever else it computes and however often it is
+interrupted. A step depends only on weights and batch. So the configuration and schedule.jsonl
+together determine a run:
 
     {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     begins after step 0
     {"start":7,"version":2}                                            task 7 starts at version 2
@@ -241,6 +242,8 @@ def check(config: Any, folder: str) -> None:
         raise ConfigError(f"no replay: {error}") from error
     if not steps:
         raise ConfigError(f"no replay: {folder} lacks a finished step")
+    if (config.server.dtype, config.server.threads) != ("float32", 1):
+        raise ConfigError("no replay: bits are equal only in float32 with server.threads=1")
     then = load(["--config", f"{folder}/config.yaml"])[0]
     keys = {name: value for name, value, _ in list_keys(then)}
     now = {name: value for name, value, _ in list_keys(config)} | facts()

@@ -391,7 +391,9 @@ class FSDPPPOActor(FSDPEngine):
 
     def state(self) -> dict[str, Any]:
         options = sharded.StateDictOptions(ignore_frozen_params=True)
-        model, optimizer = sharded.get_state_dict(self.model, self.optimizer, options=options)
+        found, optimizer = sharded.get_state_dict(self.model, self.optimizer, options=options)
+        learning = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        model = {name: found[name] for name in learning}  # without a frozen tied output layer
         moments = optimizer["state"]  # without lr and weight decay, which are configured
         return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
 

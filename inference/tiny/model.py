@@ -16,10 +16,10 @@ decode and the next turn of a conversation differ only in how many tokens these 
 *The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
 place. But a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
-*Bits.* On a CPU in float32, a row's logits do not depend on other rows. But torch picks kernels by
-matrix shapes, and two kernels can add in different orders. Four rules keep the order fixed. Weights
-are stored column by column (`_load`). A matrix product has 8 to 128 rows (`product`, `attend`). A
-prompt's tokens are padded to a multiple of 8. `key_length` rounds up the number of keys.
+*Bits.* On one CPU thread in float32, a row's logits do not depend on other rows. But torch picks
+kernels by matrix shapes, and two kernels can add in different orders. Four rules keep the order
+fixed. Weights are stored column by column (`_load`). A matrix product has 8 to 128 rows (`product`,
+`attend`). A prompt's tokens are padded to a multiple of 8. `key_length` rounds up the key count.
 
 *bfloat16* halves the bytes of weights and keys. The hidden state, norms, rotation and softmax stay
 in float32. On a CPU, oneDNN reorders each matrix once (`_load`) instead of for each product.

@@ -463,10 +463,12 @@ def test_the_layers_that_learn_get_the_gradients_that_they_always_get(make_actor
         make_actor(path, frozen_layers=3)
 
 
-def test_only_what_learns_is_pushed_and_kept(make_actor, tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_what_learns_is_pushed_and_kept(make_actor, tmp_path, tied):
     """The first push has all weights, because the servers may have had others. A saved model has
     all weights, too. Later pushes and checkpoints have only the weights that learn."""
-    actor, again = (make_actor(frozen_layers=1) for _ in range(2))
+    path = make_family(tmp_path / "base", "qwen3", tie_word_embeddings=tied)
+    actor, again = (make_actor(path, frozen_layers=1) for _ in range(2))
     actor.connect_engine(SimpleNamespace(update_weights=lambda *_: None), None)
     actor.ppo_update(prepare(actor, make_batch()))
     for version in (1, 2):
