@@ -22,7 +22,7 @@ begins a new conversation.
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
-blocks become a placeholder. Every later call repeats them, so a refusal would end the conversation.
+blocks become a placeholder, because the client repeats them in every later call.
 """
 
 import contextlib

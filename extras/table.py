@@ -113,8 +113,9 @@ class Table:
         if (step - 1) % SAMPLE_INTERVAL == 0:
             reward = self.batch["rewards"][0]
             text = self.text(0)
-            end = "... " * (len(text) > SAMPLE_LENGTH) + text[-SAMPLE_LENGTH:]
-            print(f"a sample, reward {reward:.2f}: {printable(end)}", flush=True)
+            if len(text) > SAMPLE_LENGTH:
+                text = f"... {text[-SAMPLE_LENGTH:]}"
+            print(f"a sample, reward {reward:.2f}: {printable(text)}", flush=True)
 
     def on_end(self, error: BaseException | None) -> None:
         if self.live:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Unknown keys and wrong values are errors, both in a new object and in a later assignment.
+# pydantic refuses unknown keys and wrong values, in new objects and in later assignments.
 CHECKED = ConfigDict(
     extra="forbid",
     validate_assignment=True,

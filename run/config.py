@@ -366,12 +366,14 @@ def flatten(settings: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def merge(settings: dict[str, Any], given: dict[str, Any]) -> None:
     """Put the settings of a recipe or of the command line into the nested `settings`, and replace
-    aliases. Raises ConfigError if a key has two values."""
-    values: dict[str, Any] = {}
+    aliases. Raises ConfigError if a key and its alias have different values."""
+    seen: dict[str, tuple[str, Any]] = {}
     for name, value in flatten(given):
         key = ALIASES.get(name, name)
-        if values.setdefault(key, value) != value:
-            raise ConfigError(f"{key} and its alias are one key: give one of them")
+        other, before = seen.get(key, (name, value))
+        if other != name and before != value:
+            raise ConfigError(f"{other} and {name} are one key: give one of them")
+        seen[key] = name, value
         *groups, last = key.split(".")
         group = settings
         for part in groups:

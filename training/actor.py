@@ -390,10 +390,8 @@ class FSDPPPOActor(FSDPEngine):
     # ---- checkpoints and weights
 
     def state(self) -> dict[str, Any]:
-        options = sharded.StateDictOptions(ignore_frozen_params=True)
-        found, optimizer = sharded.get_state_dict(self.model, self.optimizer, options=options)
-        learning = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        model = {name: found[name] for name in learning}  # without a frozen tied output layer
+        found, optimizer = sharded.get_state_dict(self.model, self.optimizer)
+        model = {name: found[name] for name, p in self.model.named_parameters() if p.requires_grad}
         moments = optimizer["state"]  # without lr and weight decay, which are configured
         return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
 
