@@ -154,9 +154,8 @@ class PPOTrainer:
         start_trainer(run)
         run.wait_until_ready()
         update = config.weight_update
-        name = f"weights{run.run_dir.absolute()}".replace("/", "-")[
-            -250:
-        ]  # a file's name has at most 255 bytes
+        # A file's name has at most 255 bytes, so we keep the end of the path.
+        name = f"weights{run.run_dir.absolute()}".replace("/", "-")[-250:]
         folder = Path(update.path or run.run_dir) / name
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
         self.meta = WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)

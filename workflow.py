@@ -51,7 +51,7 @@ from inference.servers import Servers
 from inference.wire import KEEPALIVE, PerLoop
 from rollout.reward import AsyncRewardWrapper, pools
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from rollout.workers import run_agent, within
+from rollout.workers import check_importable, run_agent, within
 
 logger = logging.getLogger("pocket_areal.workflow")
 
@@ -263,6 +263,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     def __post_init__(self) -> None:
         # OpenAI's SDK demands a key. Any key will do, because the session's URL names the session.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
+        if self.mode == "subproc":
+            check_importable(self.agent)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":

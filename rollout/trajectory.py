@@ -21,8 +21,8 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. No tenso
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 
-A workflow returns at least input_ids and attention_mask; `complete` adds the other keys. Without
-loss_mask, no token is trained. Without turn_ids, all trained tokens of a row form one turn.
+A workflow returns at least input_ids and attention_mask. `complete` adds the rest but not logprobs.
+Without loss_mask, no token is trained. Without turn_ids, all trained tokens of a row form one turn.
 """
 
 import json
@@ -108,13 +108,16 @@ def check_trajectory_format(traj: Any) -> None:
 def complete(
     traj: Trajectory, task_id: int, version: int = 0, temperature: float = 1.0
 ) -> Trajectory:
-    """Add every missing key of the table above, and convert the given tensors to its dtypes. If
-    `versions` is missing, sampled tokens get `version`, the version at the episode's start. No
-    sampled token can be older. If `temperatures` is missing, sampled tokens get `temperature`.
+    """Add every missing key of the table above but logprobs, which nothing can replace, and convert
+    the given tensors to its dtypes. If `versions` is missing, sampled tokens get `version`, the
+    version at the episode's start. No sampled token can be older. If `temperatures` is missing,
+    sampled tokens get `temperature`.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
     full |= {key: x.to(full[key].dtype) if key in full else x for key, x in traj.items()}
+    if "logprobs" not in traj:
+        del full["logprobs"]
     full["loss_mask"] = full["loss_mask"] * full["attention_mask"]  # padding is not trained
     if "turn_ids" not in traj:
         full["turn_ids"] = full["loss_mask"].clamp(max=1) - 1

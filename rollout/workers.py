@@ -49,6 +49,12 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
         raise
 
 
+def check_importable(code: Any) -> None:
+    """Raise ValueError if a function or agent is in the script that was started."""
+    if getattr(code, "__module__", "") == "__main__":
+        raise ValueError(f"move {code} out of the started script: another process has to import it")
+
+
 def bypass() -> dict[str, str]:
     """Return environment variables that keep a child's requests to this machine away from an HTTP
     proxy."""

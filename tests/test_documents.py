@@ -759,9 +759,8 @@ def test_the_loops_of_producer_and_consumer():
 def test_the_listing_of_the_loss():
     """The write-up's loss is this project's in standard PPO and for fresh tokens. Its clipped
     branch lacks the importance weight w, which ours has in both branches."""
-    code = block("loss").replace(
-        "(...)", "(logp_theta, log_p_behave, prox_logp, old_logp, advantages)"
-    )
+    arguments = "(logp_theta, log_p_behave, prox_logp, old_logp, advantages)"
+    code = block("loss").replace("(...)", arguments)
     # four tokens: a fresh one above the clip; with w = 1.5, one within, one above, one with A < 0
     behave = torch.tensor([0.3, 0.2, 0.2, 0.2]).log()
     newest = torch.tensor([0.3, 0.3, 0.3, 0.3]).log()
@@ -772,10 +771,8 @@ def test_the_listing_of_the_loss():
         (False, behave, [-1.2, -1.2, -1.2, 2.25], [-1.2, -1.2, -1.2, 2.25]),
     ):
         listing = execute("loss", code, eps_clip=0.2, use_decoupled_loss=decoupled)
-        found = locals_of(listing["ppo_actor_loss_fn"], theta, behave, prox, behave, A)[
-            "policy_loss"
-        ]
-        assert found.tolist() == pytest.approx(wanted)
+        found = locals_of(listing["ppo_actor_loss_fn"], theta, behave, prox, behave, A)
+        assert found["policy_loss"].tolist() == pytest.approx(wanted)
         tokens = zip(theta, prox, behave, A, torch.ones(4))
         assert [ppo_actor_loss_fn(*token)[0].item() for token in tokens] == pytest.approx(ours)
 

@@ -113,19 +113,13 @@ def test_a_real_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: i
     assert conform(events, mode, bounds) > 8 * batch * 4
     consumed = [k for k, (event, *_) in enumerate(events) if event == "consume"]
     starts = [k for k, (event, *_) in enumerate(events) if event == "start"]
-    accepted = next(
-        k for k, record in enumerate(events) if record[:2] == ("accept", events[consumed[0]][1])
-    )
+    accepted = [record[:2] for record in events].index(("accept", events[consumed[0]][1]))
     swapped, early = [*events], [*events]
     swapped[consumed[0]], swapped[consumed[-1]] = events[consumed[-1]], events[consumed[0]]
     early.insert(starts[1], early.pop(starts[-1]))
-    planted = [
-        swapped,
-        early,
-        [*events[: consumed[-1]], events[consumed[0]], *events[consumed[-1] :]],
-        events[:accepted] + events[accepted + 1 :],
-    ]
-    for records in planted:
+    twice = [*events[: consumed[-1]], events[consumed[0]], *events[consumed[-1] :]]
+    lost = events[:accepted] + events[accepted + 1 :]
+    for records in (swapped, early, twice, lost):
         with pytest.raises(Broken):
             conform(records, mode, bounds)
 

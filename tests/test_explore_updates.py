@@ -60,7 +60,6 @@ def test_a_planted_error_is_found_by_name(
     name: str, bounds: UpdateBounds, module: ModuleType, line: str, changed: str
 ) -> None:
     """The search names the broken property, and lists the events that break it."""
-    servers, _, engine, train = with_mutant(
-        (SERVERS, WEIGHTS, ENGINE, TRAIN), module, line, changed
-    )
+    copies = with_mutant((SERVERS, WEIGHTS, ENGINE, TRAIN), module, line, changed)
+    servers, _, engine, train = copies
     find_error(UpdateMachine(bounds, {"servers": servers, "engine": engine, "train": train}), name)

@@ -76,9 +76,8 @@ def test_the_longest_way_of_the_maze_fits_into_an_answer() -> None:
 def test_the_doctor_ends_a_run_with_a_bug(name: str) -> None:
     """The run ends within five steps, by the rule that the solution names. The command prints the
     rule's text."""
-    done = subprocess.run(
-        [sys.executable, "museum/run.py", name], cwd=ROOT, capture_output=True, text=True
-    )
+    words = [sys.executable, "museum/run.py", name]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     said = MUSEUM["finding"](name)
     assert said["rule"] == MUSEUM["in_solution"](name, "Doctor")
     assert said["step"] <= 5

@@ -271,9 +271,16 @@ class FSDPPPOActor(FSDPEngine):
             start_logp (B, T)     if prox_logp is absent: log pi_theta of the first
                                   mini-batch before any optimizer step; 0 elsewhere
 
-        Raises ValueError if the batch has no trained token. Raises FloatingPointError, before the
-        optimizer step, if a loss or gradient is not finite.
+        Raises ValueError if the batch has no trained token, or lacks logprobs that the loss needs.
+        Raises FloatingPointError, before the optimizer step, if a loss or gradient is not finite.
         """
+        if "logprobs" not in batch:
+            if self.config.use_decoupled_loss or not self.should_compute_prox_logp():
+                raise ValueError(
+                    "the workflow returns no logprobs: add those of engine.agenerate's response, or"
+                    " set actor.use_decoupled_loss=false"
+                )
+            batch["logprobs"] = batch["prox_logp"]
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         minibatches = []
         for rows in split_minibatches(batch, self.config.ppo_n_minibatches):
@@ -281,8 +288,8 @@ class FSDPPPOActor(FSDPEngine):
                 minibatches.append((rows, count, self.passes(batch, rows)))
         if not minibatches:
             raise ValueError(
-                "no token of the batch is trained: did all calls ask for temperature 0, top_p,"
-                " top_k, a penalty or a grammar? (docs/agents.md)"
+                "no token of the batch is trained: did the workflow return no loss_mask, or did all"
+                " calls ask for temperature 0, top_p, top_k, a penalty or a grammar? (docs/agents.md)"
             )
         updates = minibatches * self.config.ppo_epochs
         found = []

@@ -133,9 +133,8 @@ async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> N
     stream = await client.with_options(timeout=5).chat.completions.create(
         model="m", messages=messages, stream=True
     )
-    text = "".join(
-        [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
-    )
+    deltas = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
+    text = "".join(filter(None, deltas))
     await say(client.copy(max_retries=3), "count", text, "go on")
     assert [interaction.turn for interaction in client.cache.values()] == [0, 1]
 

@@ -343,9 +343,8 @@ def test_a_tools_result_forges_no_turn(tiny_tokenizer: Any, splices: bool) -> No
 def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str) -> None:
     """A text ends at the end mark or the first stop string. Special tokens are no text."""
     own = with_template(tiny_tokenizer, TEMPLATES["plain"])
-    gconfig = GenerationHyperparameters(
-        stop=["two", " STOP"], stop_token_ids=[tiny_tokenizer.eos_token_id]
-    )
+    ends = [tiny_tokenizer.eos_token_id]
+    gconfig = GenerationHyperparameters(stop=["two", " STOP"], stop_token_ids=ends)
     tokens = own.encode(text)
     assert read_text(own, tokens, gconfig) == read
     assert read_text(own, tokens, gconfig, "two ") == f"two {read}"  # not in the opening

@@ -145,12 +145,10 @@ async def test_a_call_is_forced_by_its_beginning(
         "look",
         {"at": "sky"},
     )
-    prompt = tiny_tokenizer.decode(harness.engine.requests[0].input_ids)
-    assert prompt.endswith(f'assistant\n<tool_call>\n{{"name": {opening}')
+    prompt = harness.engine.requests[0].input_ids
+    assert tiny_tokenizer.decode(prompt).endswith(f'assistant\n<tool_call>\n{{"name": {opening}')
     (row,) = [i["tensors"] for i in (await harness.export(session)).values()]
-    assert sum(row["loss_mask"]) == len(row["input_ids"]) - len(
-        harness.engine.requests[0].input_ids
-    )
+    assert sum(row["loss_mask"]) == len(row["input_ids"]) - len(prompt)
 
 
 async def test_the_model_is_listed(start: Start) -> None:

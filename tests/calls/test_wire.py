@@ -170,9 +170,8 @@ async def test_a_full_context_is_said_in_each_vendors_way(
     """OpenAI has an error code for it, and Anthropic the beginning of a message."""
     harness = start(engine=real_engine)
     session = await harness.start()
-    answer = await harness.post(
-        f"/{session}/v1/{name}", body_of(name, [user("x" * 3000)], stream=stream)
-    )
+    body = body_of(name, [user("x" * 3000)], stream=stream)
+    answer = await harness.post(f"/{session}/v1/{name}", body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["message"].startswith("prompt is too long: 3")

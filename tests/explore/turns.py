@@ -220,10 +220,8 @@ class World:
             raw, status = b"".join(pieces), response.status_code
             if client.body == "y":
                 frames = [line[6:] for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
-                choices = [
-                    one for frame in frames for one in orjson.loads(frame).get("choices", ())
-                ]
-                text = "".join(choice["delta"].get("content", "") for choice in choices)
+                sent = (one for x in frames for one in orjson.loads(x).get("choices", ()))
+                text = "".join(choice["delta"].get("content", "") for choice in sent)
                 status = 200 if raw.endswith(b"[DONE]\n\n") else 500
             else:
                 text = orjson.loads(raw)["choices"][0]["message"]["content"]

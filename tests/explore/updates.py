@@ -306,9 +306,8 @@ class World(engine.Hooks):
             for k, server in enumerate(self.servers):
                 claims = server.alive and server.label.isdecimal()
                 if claims and int(server.label) != server.weights:
-                    self.fail(
-                        "has", f"server {k} with weights {server.weights} says {server.label}"
-                    )
+                    what = f"server {k} with weights {server.weights} says {server.label}"
+                    self.fail("has", what)
             if event[0] in TRAINER:
                 self.faults -= event[0] != TRAINER[0]
                 return event[0]

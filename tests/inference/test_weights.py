@@ -126,9 +126,8 @@ def test_files_are_written_in_the_dtype_of_the_passes_before_the_pause(
     order = ("pause", "update_weights", "set_version", "resume")
     assert rollout.calls == [(call, ["v3"]) for call in order]
     assert actor.get_version() == 3
-    source, written = (
-        load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3")
-    )
+    folders = tiny_model_dir, tmp_path / "v3"
+    source, written = (load_file(folder / "model.safetensors") for folder in folders)
     assert written.keys() == source.keys()
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     assert all(torch.equal(written[name], source[name].to(dtype)) for name in source)

@@ -266,6 +266,5 @@ def test_every_group_is_dumped(make: Make, tiny_tokenizer: Any, tmp_path: Path) 
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl"))
     assert files == ["eval-rollout/6/1.jsonl", "rollout/6/0.jsonl"]
     lines = [json.loads(line) for line in (tmp_path / "rollout/6/0.jsonl").read_text().splitlines()]
-    assert [(x["sample_idx"], x["head_version"], x["completion"]) for x in lines] == [
-        (i, 5 + i, "vier<|im_end|>") for i in range(2)
-    ]
+    found = [(x["sample_idx"], x["head_version"], x["completion"]) for x in lines]
+    assert found == [(i, 5 + i, "vier<|im_end|>") for i in range(2)]

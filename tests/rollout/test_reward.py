@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mode_agents
 import pytest
@@ -72,7 +73,7 @@ async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> 
     assert await AsyncRewardWrapper(rewards.columns)("", "", [], [], function=1, self=2) == 3.0
 
 
-async def test_a_reward_that_fails_is_an_error_and_not_zero(rewards: ModuleType) -> None:
+async def test_a_reward_that_fails_is_an_error_and_not_zero(rewards: Any, monkeypatch: Any) -> None:
     """The error has the exception's type and text, or names the function."""
     with pytest.raises(RuntimeError, match=r"KeyError: .no answer in the data"):
         await AsyncRewardWrapper(rewards.broken)()
@@ -81,6 +82,9 @@ async def test_a_reward_that_fails_is_an_error_and_not_zero(rewards: ModuleType)
     for function, said in ((rewards.nothing, "None"), (rewards.undefined, "nan")):
         with pytest.raises(ValueError, match=f"a finite number .* is needed, not {said}"):
             await AsyncRewardWrapper(function)()
+    monkeypatch.setattr(rewards.equals, "__module__", "__main__")
+    with pytest.raises(ValueError, match="out of the started script"):
+        AsyncRewardWrapper(rewards.equals)
 
 
 SCRIPT = """
@@ -124,9 +128,8 @@ async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
     """More calls hang than there are processes. Each is ended, and the next call is served."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
-    assert {str(result) for result in results} == {
-        "reward function sleep took longer than 0.1 s and was ended"
-    }
+    words = "reward function sleep took longer than 0.1 s and was ended"
+    assert {str(result) for result in results} == {words}
     assert await AsyncRewardWrapper(rewards.equals)("", "4", [], [], answer="4") == 1.0
 
 

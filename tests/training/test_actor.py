@@ -233,6 +233,16 @@ def test_a_batch_without_a_trained_token_is_an_error(make_actor):
         actor.ppo_update(batch)
 
 
+def test_only_standard_ppo_trains_without_the_servers_logprobs(make_actor):
+    """Its old policy is the one before the step, whose log-probabilities the trainer computes."""
+    actor, standard = make_actor(), partial(make_actor, use_decoupled_loss=False)
+    batch = prepare(actor, make_batch())
+    without = {key: x for key, x in batch.items() if key != "logprobs"}
+    with pytest.raises(ValueError, match="returns no logprobs"):
+        actor.ppo_update(without)
+    assert standard().ppo_update(without)["loss"] == standard().ppo_update(batch)["loss"]
+
+
 def test_padding_on_the_left_is_refused():
     """A layout would take it for tokens."""
     with pytest.raises(ValueError, match="on the right"):

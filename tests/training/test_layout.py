@@ -70,9 +70,8 @@ def test_an_actor_trains_through_the_kernel(calls: list[int], make_actor: Any) -
         assert not calls
         actor = make_actor(layout=name, **keys)
         actor.ppo_update(batch := prepare(actor, make_batch(), drift=0.0))
-        found.append(
-            (batch["prox_logp"], torch.cat([*map(Tensor.flatten, gradients(actor).values())]))
-        )
+        flat = torch.cat([*map(Tensor.flatten, gradients(actor).values())])
+        found.append((batch["prox_logp"], flat))
     # For log pi_prox, for log pi_theta, and again in the backward pass.
     assert sum(calls) == 3 * actor.model.config.num_hidden_layers * 8
     for one, two, bound in zip(*found, (0.01, 0.05), strict=True):

@@ -145,9 +145,8 @@ def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
             out = F.scaled_dot_product_attention(*leaves, **how).transpose(1, 2)
         else:
             q, k, v = leaves
-            out, _ = tree_attention(
-                None, q, k, v, None, 0.3, subtree_end=tree.inputs["subtree_end"]
-            )
+            ends = {"subtree_end": tree.inputs["subtree_end"]}
+            out, _ = tree_attention(None, q, k, v, None, 0.3, **ends)
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     for ours, exact in zip(*results, strict=True):
