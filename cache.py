@@ -92,8 +92,6 @@ class InteractionWithTokenLogpReward:
     first_digest: int = 0  # of this call's first message
     # the digests of all first messages that begin no side conversation
     agent_digests: set[int] = field(default_factory=set)
-    # the calls that the header x-pocket-areal-reads names
-    named: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by an export: pairs (turn, whether this row trains it)
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
@@ -115,7 +113,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def tokens(self) -> ModelResponse:
-        """Return the tokens. Raises ValueError if the call is unfinished."""
+        """Return `model_response`. Raises ValueError if the call is unfinished."""
         if self.model_response is None:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
@@ -239,11 +237,10 @@ class InteractionCache(dict[str, Interaction]):
     def set_last_reward(self, reward: Any) -> None:
         self.set_reward(None, reward)
 
-    def apply_reward_discount(self, turn_discount: float = 1.0, cut: bool = False) -> None:
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace every reward r(i) by the final R(i). A reader that leads to no reward counts in
         the mean only if it continues the call: if it copies or names the answer, it may be a call
-        that a client has made for itself. With `cut`, a call reads only the call that it continues
-        and those that its header names. Raises Refusal for a wrong discount, and RuntimeError if
+        that a client has made for itself. Raises Refusal for a wrong discount, and RuntimeError if
         the rewards are already final."""
         gamma = finite(turn_discount, "discount")
         if not 0 <= gamma <= 1:
@@ -252,8 +249,6 @@ class InteractionCache(dict[str, Interaction]):
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         self._discounted = True
         finished = self.finished()
-        for call in finished if cut else ():
-            call.reads = unread(call.named + ([call.parent] if call.parent else []))
         leads = ancestors(call for call in finished if call.reward is not None)
         below: defaultdict[Any, list[float]] = defaultdict(list)  # call -> R of its readers
         for call in reversed(finished):  # so every call comes after the calls that read it

@@ -5,14 +5,14 @@ id, if the agent sends the id as its API key. Paths marked (admin) need the admi
 
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start a session, which uses up a grant;
-                                                `sampling`: defaults of this session
+                                                `sampling` and `compaction` apply to this session
     POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer a call;
                                                 x-pocket-areal-reads (header): other calls it reads
     GET  /{id}/v1/models                        the only model; any name will do
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
-    POST /export_trajectories (admin)           {session_id, discount, style, compaction}: return
-                                                and forget the session
+    POST /export_trajectories (admin)           {session_id, discount, style}: return and forget the
+                                                session
     POST /set_version (admin), GET /health      the trainer's version; sessions and grants
 
 Example: the model has answered "hello" with "Hi!", and the agent makes a second call:
@@ -108,11 +108,12 @@ class Proxy:
         if not self.capacity:
             raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self.capacity -= 1
-        session = self.start(str(task_id), sampling)
+        session = self.start(str(task_id), sampling, body.get("compaction") != "cut")
         return {"session_id": session.session_id, "api_key": session.session_id}
 
-    def start(self, task_id: str, sampling: Json | None = None) -> Session:
-        session = Session(secrets.token_urlsafe(16), task_id, sampling or {}, InteractionCache())
+    def start(self, task_id: str, sampling: Json | None = None, links: bool = True) -> Session:
+        name = secrets.token_urlsafe(16)
+        session = Session(name, task_id, sampling or {}, InteractionCache(), links)
         self.sessions[session.session_id] = session
         return session
 
@@ -186,6 +187,8 @@ class Proxy:
     def model_request(self, turn: Turn, ids: list[int]) -> ModelRequest:
         session = turn.session
         chosen = self.sampling | session.sampling | turn.ask.sampling
+        if "temperature" in turn.ask.sampling:
+            chosen["greedy"] = False
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
         # The members of a group must differ even if all their agents send seed 42. So each call
         # gets its own seed.
@@ -218,9 +221,8 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
         check_style(style := body.get("style", "individual"))
-        cache, cut = session.cache, body.get("compaction") == "cut"
-        cache.apply_reward_discount(body.get("discount", 1.0), cut)
-        rows = cache.export_interactions(style)
+        session.cache.apply_reward_discount(body.get("discount", 1.0))
+        rows = session.cache.export_interactions(style)
         del self.sessions[session.session_id]
         return rows
 

@@ -116,7 +116,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Count a started group. Call this only while get_capacity is positive."""
+        """Count a started group, in AReaL's word. Call this only while get_capacity is positive."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:

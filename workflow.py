@@ -44,6 +44,7 @@ import torch
 
 from cache import Interaction
 from calls.client import OpenAIProxyClient, sdk_http
+from calls.messages import read_request
 from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
@@ -134,15 +135,15 @@ class RLVRWorkflow(RolloutWorkflow):
 
     def __post_init__(self) -> None:
         self.async_reward_fn = AsyncRewardWrapper(import_name(self.reward_fn))
+        self.prompts = PromptBuilder(self.tokenizer)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        response = await self.turn(engine, self.prompt_ids(data["messages"]), turn=0)
+        response = await self.turn(engine, self.prompt_ids(data), turn=0)
         return to_row([response], await self.reward(response, data))
 
-    def prompt_ids(self, messages: list[dict]) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+    def prompt_ids(self, data: dict[str, Any]) -> list[int]:
+        ask = read_request({"messages": data["messages"]}, lambda _: None)
+        return self.prompts.prompt(Interaction(ask.messages))
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         context = _context.get()
@@ -172,13 +173,12 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.prompts = PromptBuilder(self.tokenizer)
         if not self.prompts.splices:
             raise ValueError("MultiTurnWorkflow: the chat template renders history anew each turn")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         most_tokens = getattr(engine, "context_length", math.inf)
-        prompt_ids = self.prompt_ids(data["messages"])
+        prompt_ids = self.prompt_ids(data)
         reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []
         while not turns or len(prompt_ids) < most_tokens:
@@ -209,7 +209,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 "a member of task %s failed: %r", _context.get().task_id, failure, exc_info=failure
             )
         self.on_failures(len(failures))
-        episodes = [x for x in results if x is not None and x not in failures]
+        episodes = [x for x in results if not isinstance(x, BaseException | None)]
         if not episodes:
             return None
         if is_interactions(episodes[0]):
@@ -277,7 +277,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
         context = _context.get()
         proxy = proxy_at(self.proxy_addr, self.admin_key)
-        client = OpenAIProxyClient(proxy, context.name, sampling=self.sampling)
+        options = {"sampling": self.sampling, "compaction": self.compaction}
+        client = OpenAIProxyClient(proxy, context.name, **options)
         whose = f"agent {type(self.agent).__name__} in task {context.name}"
         seconds = self.episode_timeout_seconds
         words = f"{whose} took longer than {seconds:g} s (rollout.openai.episode_timeout_seconds)"
@@ -290,9 +291,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                     await client.set_reward(interaction_id, reward)
             elif rewards is not None:
                 await client.set_last_reward(rewards)
-        interactions = await client.export_interactions(
-            self.discount, self.export_style, self.compaction
-        )
+        interactions = await client.export_interactions(self.discount, self.export_style)
         # run/evaluate.py takes the episode's reward from the last row. So side conversations, which
         # have no reward, come first.
         side = {key: value for key, value in interactions.items() if value.reward is None}

@@ -53,7 +53,7 @@ class OpenAIProxyClient:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        with contextlib.suppress(*[EngineError] if error else []):
+        with contextlib.suppress(EngineError) if error else contextlib.nullcontext():
             path = f"/{self.session_id}/rl/end_session"
             ended = await self._post(path, discard=error is not None)
             self.rewarded_count = ended["rewarded_count"]
@@ -67,11 +67,11 @@ class OpenAIProxyClient:
         await self.set_reward(None, reward)
 
     async def export_interactions(
-        self, discount: float = 1.0, style: str = "individual", compaction: str = "link"
+        self, discount: float = 1.0, style: str = "individual"
     ) -> dict[str, Interaction]:
         """Return the interactions, with their final rewards. Then the proxy forgets the session."""
-        options = {"discount": discount, "style": style, "compaction": compaction}
-        answer = await self._post("/export_trajectories", session_id=self.session_id, **options)
+        options = {"session_id": self.session_id, "discount": discount, "style": style}
+        answer = await self._post("/export_trajectories", **options)
         exported = answer["interactions"]
         rows: dict[str, Interaction] = {key: read_exported(exported[key]) for key in exported}
         for key, row in rows.items():

@@ -150,25 +150,26 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
         if item.get("type") == "item_reference":
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
-            last = messages[-1] if messages else {"role": ""}
+            last: Message = messages[-1] if messages else {"role": ""}
             # Pieces of one item are joined if their roles are equal, except results. Two assistant
             # items in a row are joined if the second is a call or the first is empty.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":
-                for key in piece.keys() - {"role"}:  # texts, or lists of calls
-                    last[key] = last[key] + piece[key] if key in last else piece[key]
+                for key in piece.keys() - {"role"}:  # lists of texts or of calls
+                    last.setdefault(key, []).extend(piece[key])
             else:
                 sent = item.items() if "role" in item else ()
                 also = {k: x for k, x in sent if k in ALSO_READ and isinstance(x, str)}
                 messages.append(piece | also)
     if not messages:
         raise Refusal(f"{name}: a list of at least one message is needed")
-    return messages
+    return [message | {"content": "".join(message["content"])} for message in messages]
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """Yield a small message for each block and each call of an item. A result is not split."""
+    """Yield a small message for each block and each call of an item. Its content is a list with its
+    text, or an empty list if it has none. A result is not split."""
     role, content = item.get("role"), item.get("content") or item.get("refusal") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
@@ -187,12 +188,13 @@ def _piece(block: Any, role: str, where: str) -> Message:
         names = ("tool_call_id", "call_id", "tool_use_id", "id")  # some chat clients say id
         call_id = next((str(block[name]) for name in names if block.get(name)), None)
         text = _text(block.get("output") or block.get("content"), where)
-        return {"role": "tool", "content": text, "tool_call_id": call_id}
+        return {"role": "tool", "content": [text], "tool_call_id": call_id}
     if kind in ("reasoning", "thinking", "redacted_thinking"):
-        return {"role": "assistant", "content": ""}
+        return {"role": "assistant", "content": []}
     if not role and kind in (None, "message"):
         raise Refusal(f"{where}.role: {', '.join(ROLES)} or tool is needed")
-    return {"role": role or "user", "content": _text([block], where)}
+    text = _text([block], where)
+    return {"role": role or "user", "content": [text] if text else []}
 
 
 def _call(raw: Any, where: str) -> Message:
@@ -207,7 +209,7 @@ def _call(raw: Any, where: str) -> Message:
     with contextlib.suppress(ValueError):
         arguments = read_json(arguments or "{}")
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": [], "tool_calls": [call]}
 
 
 def _text(content: Any, where: str) -> str:

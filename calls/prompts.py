@@ -26,7 +26,6 @@ BREAK splits the texts of control tokens in tools, and in messages that no assis
 """
 
 import functools
-import itertools
 import json
 import re
 import zlib
@@ -58,8 +57,9 @@ class PromptBuilder:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
         self._tokenizer = tokenizer
         self._ids = dict[int, int]()
-        controls = map(re.escape, special_tokens(tokenizer).values())
-        self._control = re.compile("|".join(controls) or "(?!)")
+        texts = special_tokens(tokenizer).values()
+        controls = (orjson.dumps(text).decode()[1:-1] for text in texts)  # Gemma has a <|"|>
+        self._control = re.compile("|".join(map(re.escape, controls)) or "(?!)")
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
@@ -105,8 +105,8 @@ class PromptBuilder:
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
         blanks = next((i for i, text in texts if text.strip()), 0)
         marks = tail[blanks:]
-        for count in range(1, min(len(sampled), len(marks)) + 1):
-            if sampled[-count:] == marks[:count]:
+        for count, mark in enumerate(marks, 1):
+            if sampled[-1:] == [mark] and sampled[-count:] == marks[:count]:
                 return turn.input_tokens + sampled + marks[count:]
         return turn.input_tokens + sampled + tail
 
@@ -120,25 +120,26 @@ class PromptBuilder:
         """Render the messages in the first form that the template accepts without dropping text."""
         fixed = {"tokenize": False, "add_generation_prompt": True, "chat_template": None}
         refusals: list[Exception] = []
-        # DeepSeek's templates need arguments as text.
-        changes: Any = (dict, with_texts)
-        for form, change in itertools.product(stricter(messages), changes):
-            try:
-                text = self._tokenizer.apply_chat_template(
-                    [*map(change, form)], **variables | fixed
-                )
-                check_texts(messages, text)
-                return text
-            except Exception as error:  # a template may raise anything
-                refusals.append(error)
+        changes: Any = (dict, with_texts)  # DeepSeek's templates need arguments as text
+        for form in stricter(messages):
+            for change in changes:
+                try:
+                    changed = [*map(change, form)]
+                    text = self._tokenizer.apply_chat_template(changed, **variables | fixed)
+                    check_texts(messages, text)
+                    return text
+                except Exception as error:  # a template may raise anything
+                    refusals.append(error)
         raise Refusal(f"messages: the chat template refuses them: {refusals[0]}")
 
     def _disarm(self, things: list[Any]) -> list[Any]:
         """Split control tokens in tools, and in messages that no assistant wrote."""
 
+        def broken(control: re.Match) -> str:
+            return BREAK.join(re.findall(r"\\?.", control[0]))  # between characters of JSON
+
         def split(thing: Any) -> Any:
-            text = orjson.dumps(thing).decode()
-            return orjson.loads(self._control.sub(lambda found: BREAK.join(found[0]), text))
+            return orjson.loads(self._control.sub(broken, orjson.dumps(thing).decode()))
 
         return [x if x.get("role") == "assistant" else split(x) for x in things]
 
@@ -242,10 +243,10 @@ def read_text(
     tokenizer: Any,
     tokens: list[int],
     gconfig: GenerationHyperparameters,
-    opening: str = "",
+    begun: str = "",
     keep_special: bool = False,
 ) -> str:
-    """Return an answer's text: `opening`, which is in the prompt, and the output up to its end mark
+    """Return an answer's text: `begun`, which is in the prompt, and the output up to its end mark
     or the first stop string. Special tokens that calls/tools.py does not read are cut, unless
     `keep_special` is set."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
@@ -254,4 +255,4 @@ def read_text(
     text = tokenizer.decode([token for token in tokens if special.get(token) in (None, *MARKS)])
     for stop in gconfig.stop:
         text, _, _ = text.partition(stop)
-    return opening + text
+    return begun + text

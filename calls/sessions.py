@@ -48,6 +48,7 @@ class Session:
     task_id: str
     sampling: dict[str, Any]  # its defaults for CallParameters
     cache: InteractionCache
+    links: bool = True  # whether a call has read the answers that its messages contain
     calls: int = 0  # calls entered
     size: int = 0  # bytes of all bodies
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
@@ -83,9 +84,9 @@ class Session:
     def enter(self, call: Interaction, named: Iterable[str] = ()) -> None:
         """Add a call to the tree, and find what it reads. Raises Refusal for an unknown id in
         `named`."""
-        call.named = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
+        read = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
         self.cache.enter(call)
-        self._link(call)
+        self._link(call, read)
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
         """Complete a call, and keep the text by which later calls show that they have read it."""
@@ -98,8 +99,8 @@ class Session:
         if not looks_like_side(call):
             self.agent_digests.add(call.first_digest)
 
-    def _link(self, call: Interaction) -> None:
-        """Find which calls `call` has read besides its parent: those that its header names, and
+    def _link(self, call: Interaction, named: list[Interaction]) -> None:
+        """Find which calls `call` has read besides its parent: those `named` in its header, and
         those without a finished child whose answers stand in its new messages. If one of these
         calls has read another, only the reader is kept.
 
@@ -110,15 +111,15 @@ class Session:
         Brackets mark calls. In the last two lines, the parent's tool is a sub-agent, which writes
         the report. So the sub-agent's first call reads the parent.
         """
-        parent, named = call.parent, call.named
+        parent = call.parent
         new = call.messages[len(parent.conversation) if parent else 0 :]
-        text = "" if looks_like_side(call) else squeeze_all(new)
+        text = squeeze_all(new) if self.links and not looks_like_side(call) else ""
         found = [x for x, said in self.leaves.items() if x is not parent and stands(said, text)]
         if not (found or named):
             return
         # A call that is read is no side conversation.
         self.agent_digests |= {x.first_digest for x in found + named}
-        if parent:
+        if parent and self.links:
             results = squeeze_all(message for message in new if message["role"] == "tool")
             reports = [x for x in found if stands(self.leaves[x], results)]
             later = itertools.takewhile(lambda x: x is not parent, reversed(self.cache.values()))

@@ -126,8 +126,8 @@ class Turn:
             return self.result()
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event, then the events of a stream. An error before the empty event is
-        raised. A later error is sent as an event."""
+        """Yield b"" when the answer is there, or after PROGRESS_SECONDS, and then the events. An
+        error before b"" is raised, and gets an HTTP status. A later one is sent as an event."""
         numbers = itertools.count()
 
         def written(*events: Json) -> bytes:

@@ -130,7 +130,7 @@ class DispatchState:
             raise RolloutsFail(
                 f"{most} tasks failed one after another, the first by {self.errors[0]!r}"
             ) from self.errors[0]
-        if stat.rejected >= most and not stat.accepted + stat.dropped + stat.withdrawn:
+        if stat.rejected >= most and stat.accepted + stat.dropped + stat.withdrawn == 0:
             raise RolloutsFail(
                 f"{stat.rejected} groups were rejected and none was accepted: look at "
                 "should_accept_fn, and at why the workflow returns None (an agent: no reward)"
@@ -236,7 +236,7 @@ class BatchTaskDispatcher:
 
     def on_new_version(self) -> None:
         """Start the tasks that the gate admits at the new version."""
-        self.change(self.state.may_start)
+        self.change(self.state.may_start)  # `change` starts them
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the loop, start what the gate then admits, and return the function's
@@ -292,7 +292,7 @@ class BatchTaskDispatcher:
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             while True:
-                with suppress(SystemExit):  # raised by a task that an agent has made
+                with suppress(SystemExit, KeyboardInterrupt):  # of a task that an agent has made
                     runner.get_loop().run_forever()
                     break  # `_finish` has stopped it
 

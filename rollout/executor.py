@@ -172,6 +172,7 @@ class WorkflowExecutor:
             task_id = self._new_id()
             if task_id not in self._closed:
                 yield task_id, sample
+        raise RuntimeError("an error of the dataloader has ended its samples")
 
     def _resolve(
         self,

@@ -78,7 +78,7 @@ def head_version(traj: Trajectory) -> int | None:
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
-    """Take tokens older than `oldest` out of the loss. Return None if none is left."""
+    """Take tokens older than `oldest` out of the loss. Return None if this takes the last one."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
     nothing_left = old.any() and not mask.any()

@@ -136,6 +136,8 @@ class WorkerPool:
 def serve(trainer: int) -> None:
     """Run calls until the trainer is gone. `trainer` is its pid."""
     calls, answers = os.dup(0), os.dup(1)
+    # A child that outlives this process must not keep the trainer waiting for an answer.
+    os.register_at_fork(after_in_child=lambda: os.close(answers))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the user's code prints must not look like an answer
 

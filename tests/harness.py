@@ -73,10 +73,11 @@ class Harness:
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         return await self.http.post(path, json={} if body is None else body, **kwargs)
 
-    async def start(self, task_id: str = "task") -> str:
+    async def start(self, task_id: str = "task", **options: Any) -> str:
         """Start a session and return its id."""
         assert (await self.post("/grant_capacity", headers=ADMIN)).status_code == 200
-        answer = await self.post("/rl/start_session", {"task_id": task_id}, headers=ADMIN)
+        body = {"task_id": task_id} | options
+        answer = await self.post("/rl/start_session", body, headers=ADMIN)
         assert answer.status_code == 200, answer.text
         return answer.json()["session_id"]
 

@@ -14,15 +14,12 @@ from openai import AsyncOpenAI, OpenAI
 class Talks:
     """Asks the model twice, and then calls the function that data["then"] names, if any."""
 
-    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
-        client = AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
-        )
+    async def run(self, data: dict, **extra_kwargs: Any) -> Any:
+        client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         messages: list = list(data["messages"])
+        body: Any = {"model": "m", "messages": messages, "max_completion_tokens": 4}
         for _ in range(2):
-            reply = await client.chat.completions.create(
-                model="m", messages=messages, max_completion_tokens=4
-            )
+            reply = await client.chat.completions.create(**body)
             messages.append({"role": "assistant", "content": reply.choices[0].message.content})
             messages.append({"role": "user", "content": "go on"})
         return globals()[data["then"]](data) if "then" in data else 1.0
@@ -48,9 +45,8 @@ class CountsSessions:
     """Its reward is the number of open sessions."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
-        OpenAI().chat.completions.create(
-            model="m", messages=data["messages"], max_completion_tokens=1
-        )
+        body: Any = {"model": "m", "messages": data["messages"], "max_completion_tokens": 1}
+        OpenAI().chat.completions.create(**body)
         return httpx.get(data["proxy"] + "/health").json()["sessions"]
 
 

@@ -50,9 +50,9 @@ def add(cache: InteractionCache | Session, name: str, call: Interaction) -> None
         cache.finish(call, call.model_response, call.output_message_list[0])
 
 
-def session_of(*calls: Interaction) -> Session:
+def session_of(*calls: Interaction, links: bool = True) -> Session:
     """A session with these calls, whose ids are "0", "1", ..."""
-    session = Session("s", "t", {}, InteractionCache())
+    session = Session("s", "t", {}, InteractionCache(), links)
     for k, call in enumerate(calls):
         add(session, str(k), call)
     return session
@@ -110,10 +110,11 @@ calls = st.lists(
 )
 
 
-def play(calls: list[Call]) -> Session:
-    """Make the calls. No two tokens have the same id."""
-    cache, fresh = InteractionCache(), iter(range(1, 10_000))
-    session = Session("s", "t", {}, cache)
+def play(calls: list[Call], links: bool = True) -> tuple[InteractionCache, dict[Any, Any]]:
+    """Make the calls, and return them with the ids that each one's header names. No two tokens have
+    the same id."""
+    cache, fresh, headers = InteractionCache(), iter(range(1, 10_000)), dict[Any, Any]()
+    session = Session("s", "t", {}, cache, links)
     for k, call in enumerate(calls):
         names = [name for name in cache if cache[name].complete]
         goes_on = names and call.goes_on_from is not None
@@ -125,6 +126,7 @@ def play(calls: list[Call]) -> Session:
         interaction = Interaction([*history, {"role": role, "content": text}], str(k))
         named = [names[call.names % len(names)]] if names and call.names is not None else []
         session.enter(interaction, named)
+        headers[interaction] = [cache[name] for name in named]
         if not call.finishes:
             continue
         parent = interaction.parent
@@ -138,15 +140,15 @@ def play(calls: list[Call]) -> Session:
         message = said(answer) if isinstance(answer, str) else said("", ("f", {"a": answer}))
         session.finish(interaction, response, message)
         if call.reward is not None:
-            session.cache.set_reward(str(k), call.reward)
-    return session
+            cache.set_reward(str(k), call.reward)
+    return cache, headers
 
 
 @given(calls)
 def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
     """A search through all earlier interactions finds the same parent. If two of them have equal
     conversations, the parent is the newer one."""
-    cache = play(session).cache
+    cache, _ = play(session)
     names = list(cache)
     for i, name in enumerate(names):
         child = [canonical(message) for message in cache[name].messages]
@@ -171,11 +173,10 @@ def test_discounting_is_its_recursive_definition(
     The R of the calls that read nothing add up to a weighted sum of all r. Calls that read nothing
     have weight 1, and each call gives gamma times its weight to its readers, in equal shares.
     """
-    played, discounted = play(session), play(session)
-    cache = played.cache
+    (cache, named), (discounted, _) = play(session, links), play(session, links)
     for call in () if links else cache.values():
-        reads = [x for x in {call.parent, *call.named} if x is not None]
-        call.reads = [x for x in reads if not any(x in ancestors(y.reads) for y in reads)]
+        reads = {x for x in [call.parent, *named[call]] if x is not None}
+        assert {*call.reads} == reads - ancestors(x for y in reads for x in y.reads)
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
     readers = {n: [c for c in own if cache[n] in cache[c].reads] for n in own}
     leads = {n: cache[n].reward is not None for n in own}
@@ -191,8 +192,8 @@ def test_discounting_is_its_recursive_definition(
     for name in own:  # in the order of their beginnings
         for reader in readers[name]:
             weights[reader] += gamma * weights[name] / len(readers[name])
-    discounted.cache.apply_reward_discount(gamma, cut=not links)
-    rewards = {name: discounted.cache[name].reward or 0.0 for name in own}
+    discounted.apply_reward_discount(gamma)
+    rewards = {name: discounted[name].reward or 0.0 for name in own}
     assert rewards == pytest.approx({name: final(name) for name in own})
     roots = sum(rewards[name] for name in own if not cache[name].reads)
     assert roots == pytest.approx(sum(weights[name] * own[name] for name in own))
@@ -203,15 +204,14 @@ def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
     """A call reads only earlier calls. Its ancestors include its parent and the calls that it
     names. They also include every call whose long answer its new message quotes, unless another
     call continues the quoted call."""
-    played = play(session)
-    cache = played.cache
+    cache, named = play(session)
     place = {call: k for k, call in enumerate(cache.values())}
     continued = {call.parent for call in cache.values() if call.complete}
     for k, call in enumerate(cache.values()):
         above = ancestors([call])
         assert all(place[read] < k for read in call.reads)
         assert call.parent is None or call.parent in above
-        assert above.issuperset(call.named)
+        assert above.issuperset(named[call])
         new = call.messages[len(call.parent.conversation) if call.parent else 0 :]
         for answer in list(cache.values())[:k]:
             said = answer.output_message_list[0]["content"] if answer.complete else ""
@@ -224,7 +224,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     """The first row that has a sampled token trains it, and in later rows the token is context. The
     tokens after which it was sampled stand before it. It has its own version, log-probability,
     temperature and reward."""
-    cache = play(session).cache
+    cache, _ = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
     trained = set()
@@ -251,7 +251,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 @given(calls)
 def test_a_row_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
     """The parent of a row of concat trains the parent of the first turn that the row trains."""
-    cache = play(session).cache
+    cache, _ = play(session)
     rows = cache.export_interactions("concat")
     row_of = {one: row for row in rows.values() for one, is_new in row.row_turns if is_new}
     assert set(row_of) == set(cache.finished())
@@ -263,7 +263,7 @@ def test_a_row_continues_the_row_that_trains_its_parent(session: list[Call]) -> 
 @given(calls)
 def test_individual_exports_every_finished_call(session: list[Call]) -> None:
     """Every finished call becomes one row, even after an export in the other style."""
-    cache = play(session).cache
+    cache, _ = play(session)
     cache.export_interactions("concat")
     exported = cache.export_interactions("individual")
     assert list(exported.values()) == cache.finished()
@@ -276,7 +276,7 @@ def test_individual_exports_every_finished_call(session: list[Call]) -> None:
 @given(calls)
 def test_what_failed_leaves_no_trace(session: list[Call]) -> None:
     """Discarded calls change nothing for the others."""
-    caches = play(session).cache, play([call for call in session if call.finishes]).cache
+    caches = play(session)[0], play([call for call in session if call.finishes])[0]
     for name in list(caches[0]):
         caches[0].discard(caches[0][name])
     one, other = ([(i.conversation, i.turn) for i in cache.values()] for cache in caches)
@@ -290,10 +290,10 @@ ASKS = said("", ("delegate", {"to": "s"}), ("delegate", {"to": "t"}))
 RESULTS = [{"role": "tool", "content": x} for x in (json.dumps([REPORT]), "said:\n3")]
 
 
-def final_rewards(session: Session, links: bool) -> list[float | None]:
+def final_rewards(session: Session) -> list[float | None]:
     """The rewards of all calls if the last one gets 1, with gamma 1/2."""
     session.cache.set_last_reward(1)
-    session.cache.apply_reward_discount(0.5, cut=not links)
+    session.cache.apply_reward_discount(0.5)
     return [call.reward for call in session.cache.values()]
 
 
@@ -303,20 +303,21 @@ def test_a_conversation_that_begins_with_a_summary_rewards_it(links: bool) -> No
     reward counts."""
     first, begun = turn([user("a")], "b"), [user(f"So far: {REPORT}")]
     summary = turn([*first.conversation, user("sum up")], REPORT)
-    session = session_of(first, summary, *(turn(begun, answer) for answer in "cde"))
+    session = session_of(first, summary, *(turn(begun, answer) for answer in "cde"), links=links)
     session.cache.set_reward("2", 1)
-    assert final_rewards(session, links) == ([0.25, 0.5, 1, 0, 1] if links else [0, 0, 1, 0, 1])
+    assert final_rewards(session) == ([0.25, 0.5, 1, 0, 1] if links else [0, 0, 1, 0, 1])
 
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
     """A call that asks two sub-agents at once gets the mean of their rewards, as a call with two
     branches does. A short report is found only on lines of its own, and a long report also as JSON.
-    A call that looks like a request for a title is no side conversation if its answer is read."""
+    A call that looks like a request for a title is no side conversation if its answer is read.
+    Without links nobody reads it."""
     title = turn([user("Write a title and a report")], f"<summary>{REPORT}</summary>")
     calls = turn([user("q")], ASKS), title, turn([user("t")], "3")
-    session = session_of(*calls, turn([user("q"), ASKS, *RESULTS]))
-    assert final_rewards(session, links) == ([0.25, 0.5, 0.5, 1] if links else [0.5, 0, 0, 1])
+    session = session_of(*calls, turn([user("q"), ASKS, *RESULTS]), links=links)
+    assert final_rewards(session) == ([0.25, 0.5, 0.5, 1] if links else [0.5, None, 0, 1])
 
 
 def test_what_is_no_report() -> None:

@@ -28,9 +28,8 @@ def pictures() -> dict[str, str]:
 
 def test_every_figure_is_what_its_command_draws(pictures: dict[str, str]) -> None:
     """Each committed figure is identical to the figure that `python docs/figures.py` draws."""
-    changed = [
-        name for name, picture in pictures.items() if (ROOT / "docs" / name).read_text() != picture
-    ]
+    docs = ROOT / "docs"
+    changed = [name for name in pictures if (docs / name).read_text() != pictures[name]]
     assert changed == [], "run `python docs/figures.py`"
 
 

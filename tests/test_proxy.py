@@ -145,18 +145,15 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
     """A session's defaults replace the proxy's, for example in an evaluation. The agent's own
     parameters still win."""
     harness = start(sampling={"temperature": 0.9, "max_new_tokens": 9})
-    body: dict[str, Any] = {"task_id": "t"}
-    for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):
-        body |= {"sampling": sampling}
-        await harness.post("/grant_capacity", headers=ADMIN)
-        started = await harness.post("/rl/start_session", body, headers=ADMIN)
-        session = started.json()["session_id"]
+    for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}, {"greedy": True}):
+        session = await harness.start(sampling=sampling)
         await harness.chat(session, HELLO)
         await harness.chat(session, HELLO, temperature=0.5, max_completion_tokens=3)
     used = [request.gconfig for request in harness.engine.requests]
     found = [(one.temperature, one.max_new_tokens) for one in used]
-    assert found == [(0.9, 9), (0.5, 3), (0.0, 5), (0.5, 3)]
-    body |= {"sampling": {"temprature": 0.0}}
+    assert found == [(0.9, 9), (0.5, 3), (0.0, 5), (0.5, 3), (0.9, 9), (0.5, 3)]
+    assert [one.is_greedy for one in used] == [False, False, True, False, True, False]
+    body = {"task_id": "t", "sampling": {"temprature": 0.0}}
     answer = await harness.post("/rl/start_session", body, headers=ADMIN)
     assert (answer.status_code, "temprature" in answer.text) == (400, True)
 
@@ -340,7 +337,7 @@ async def test_a_call_names_the_calls_that_it_reads(start: Start, compaction: st
     """A header names the calls. A named call counts like a call whose answer is in the messages.
     With compaction=cut, only named and continued calls count."""
     harness = start()
-    session, ids = await harness.start(), list[str]()
+    session, ids = await harness.start(compaction=compaction), list[str]()
 
     async def call(path: str, *names: str) -> httpx.Response:
         body, head = {"messages": HELLO, "input": HELLO}, {"x-pocket-areal-reads": ", ".join(names)}
@@ -351,7 +348,7 @@ async def test_a_call_names_the_calls_that_it_reads(start: Start, compaction: st
     refused = await call("messages", ids[0], "nobody")
     assert (refused.status_code, "no call 'nobody'" in refused.text) == (400, True)
     await harness.post(f"/{session}/rl/set_reward", {"reward": 1})
-    exported = await harness.export(session, discount=0.5, compaction=compaction)
+    exported = await harness.export(session, discount=0.5)
     found = [(exported[name]["reads"], exported[name]["reward"]) for name in ids]
     assert found == [([], 0.25), ([ids[0]], 0.5), ([ids[1]], 1.0)]
 

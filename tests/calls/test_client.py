@@ -33,9 +33,8 @@ async def http(proxy: Proxy) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def client(proxy: Proxy) -> OpenAIProxyClient:
-    client = OpenAIProxyClient(
-        Servers("http://proxy/", "admin", Session(httpx.ASGITransport(create_app(proxy)))), "task-0"
-    )
+    session: Any = Session(httpx.ASGITransport(create_app(proxy)))
+    client = OpenAIProxyClient(Servers("http://proxy/", "admin", session), "task-0")
     assert await client.grant_capacity() == 1
     return client
 
@@ -129,10 +128,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
     """A copy of a client (`with_options`, `copy`) enters its calls in the same tree."""
     client, _ = direct("one", "two", seed=1)
-    messages: Any = [{"role": "user", "content": "count"}]
-    stream = await client.with_options(timeout=5).chat.completions.create(
-        model="m", messages=messages, stream=True
-    )
+    body: Any = {"model": "m", "messages": [{"role": "user", "content": "count"}], "stream": True}
+    stream = await client.with_options(timeout=5).chat.completions.create(**body)
     deltas = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
     text = "".join(filter(None, deltas))
     await say(client.copy(max_retries=3), "count", text, "go on")

@@ -137,9 +137,8 @@ def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -
         async with harness.http:
             session = await harness.start()
             of_session = path == "/rl/set_reward"
-            answer = await harness.http.post(
-                f"/{session}{path}" if of_session else path, content=raw, headers=ADMIN
-            )
+            where = f"/{session}{path}" if of_session else path
+            answer = await harness.http.post(where, content=raw, headers=ADMIN)
             return answer.status_code
 
     status = asyncio.run(call())

@@ -15,9 +15,8 @@ Case = tuple[str, Any, tuple[Any, ...]]  # command, state machine, its arguments
 
 def cases(command: str) -> list[Case]:
     """All cases of a command. The slowest come first."""
-    of_dispatcher, of_turns, of_updates = (
-        getattr(module, COMMANDS[command]) for module in (dispatcher, turns, updates)
-    )
+    modules = dispatcher, turns, updates
+    of_dispatcher, of_turns, of_updates = (getattr(m, COMMANDS[command]) for m in modules)
     modes = [(mode, bounds) for bounds in of_dispatcher for mode in reversed(dispatcher.MODES)]
     return [
         *((command, dispatcher.DispatchMachine, each) for each in modes),

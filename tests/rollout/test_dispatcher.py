@@ -6,7 +6,6 @@ deadline of 10 s is for tests that hang.
 
 import asyncio
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -328,16 +327,17 @@ def test_whatever_an_episode_raises_is_its_own_failure(make_stage, error):
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
     """Running episodes clean up, nothing starts in their place, and the thread ends. The thread
-    ends even if tasks that an agent has made call sys.exit."""
+    ends even if tasks that an agent has made call sys.exit or raise KeyboardInterrupt."""
 
-    async def exits(seconds: float) -> None:
+    async def exits(seconds: float, error: type[BaseException] = SystemExit) -> None:
         try:
             await asyncio.sleep(seconds)
         finally:
-            sys.exit()
+            raise error
 
     stage = Stage(eta=5, concurrent=2)
-    exiting = [stage.dispatcher.change(asyncio.ensure_future, exits(s)) for s in [0] + [60] * 8]
+    tasks = [exits(0), exits(0, KeyboardInterrupt), *map(exits, [60] * 8)]
+    exiting = [stage.dispatcher.change(asyncio.ensure_future, task) for task in tasks]
     stage.submit(0, 1, 2)
     stage.started(2)
     waiting = background(stage.take, 1, None)
@@ -348,6 +348,7 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
     assert sorted(stage.cleaned_up) == [0, 1]
     assert not stage.dispatcher.thread.is_alive()
     assert stage.gate.get_stats() == RolloutStat(enqueued=1, running=2), "a stop fails nothing"
-    assert all(isinstance(task.exception(), SystemExit) for task in exiting)
+    ends = SystemExit | KeyboardInterrupt
+    assert all(isinstance(task.exception(), ends) for task in exiting)
     with pytest.raises(RuntimeError, match="destroyed"):
         stage.submit(3)

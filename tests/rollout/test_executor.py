@@ -137,11 +137,16 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 def test_a_dataloader_has_samples_and_the_batch_that_the_gate_counts(make: Make) -> None:
     """A dataloader of another batch size is an error. So is an empty one, in which the executor
-    would search for a sample for ever."""
+    would search for a sample for ever, and a second call after an error."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="the dataloader is empty"):
         make().prepare_batch(loader([]), Echo())
+    executor, broken = make(), loader(SAMPLES)
+    broken.collate_fn = int
+    for error, message in ((TypeError, r"int\(\)"), (RuntimeError, "error of the dataloader")):
+        with pytest.raises(error, match=message):
+            executor.prepare_batch(broken, Echo())
 
 
 # ---------------------------------------------------------------- restarts

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from rollout.reward import AsyncRewardWrapper
 
 pytestmark = pytest.mark.anyio
 REWARDS = '''
-import os, subprocess, sys
+import os, subprocess, sys, time
 def equals(prompt, completion, prompt_ids, completion_ids, answer, **data):
     return completion == answer
 def nothing(*args):
@@ -35,6 +36,13 @@ def columns(*args, function, self):
     return function + self
 def torch_is_there(*args):
     return "torch" in sys.modules
+def leaves(path):
+    """Starts a daemon and ends."""
+    if child := os.fork():
+        open(path, "w").write(str(child))
+        os._exit(3)
+    os.setsid()
+    time.sleep(60)
 def compute(fifo, busy):
     """Starts a process that holds the fifo open, and may compute for ever."""
     with open(fifo, "w") as file:
@@ -131,6 +139,13 @@ async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
     words = "reward function sleep took longer than 0.1 s and was ended"
     assert {str(result) for result in results} == {words}
     assert await AsyncRewardWrapper(rewards.equals)("", "4", [], [], answer="4") == 1.0
+
+
+async def test_a_daemon_of_a_dead_worker_is_not_waited_for(rewards: Any, tmp_path: Path) -> None:
+    """It has left the worker's process group, so it is still there."""
+    with pytest.raises(RuntimeError, match="ended with code 3"):
+        await AsyncRewardWrapper(rewards.leaves)(tmp_path / "pid")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
 TRAINER = """

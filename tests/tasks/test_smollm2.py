@@ -35,9 +35,8 @@ def test_the_converted_model_knows_something(folder: str) -> None:
 
 def test_it_is_trained_and_asked(tmp_path: Path, folder: str, monkeypatch, capsys) -> None:
     """Three steps of the recipe, evaluated before and after; then a chat runs the agent."""
-    (tmp_path / "valid.jsonl").write_text(
-        "\n".join(map(json.dumps, calculator.dataset("valid")[:3]))
-    )
+    lines = map(json.dumps, calculator.dataset("valid")[:3])
+    (tmp_path / "valid.jsonl").write_text("\n".join(lines))
     words = ["--config", "tool", "max_steps=3", "gconfig.n_samples=2", "train_dataset.batch_size=2"]
     words += ["server.dtype=float32", "actor.dtype=float32"]  # for check_metrics
     words.append(f"valid_dataset.path={tmp_path}/valid.jsonl")

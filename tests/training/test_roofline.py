@@ -32,9 +32,8 @@ def test_the_table_on_the_page() -> None:
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()
-    found = re.search(
-        r"generation ([\d.]+) s, training ([\d.]+) s.*?(\d+)% of the peak", text, re.S
-    )
+    pattern = r"generation ([\d.]+) s, training ([\d.]+) s.*?(\d+)% of the peak"
+    found = re.search(pattern, text, re.S)
     assert found
     generation, training, share = found.groups()
     said = f"{float(generation):.1f} s of generation and {float(training):.1f} s of training"
