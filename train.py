@@ -39,6 +39,7 @@ if __name__ == "__main__":  # the servers load their model while we import torch
 
 import shutil
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,8 @@ class PPOTrainer:
         start_trainer(run)
         run.wait_until_ready()
         update = config.weight_update
-        # A file's name has at most 255 bytes, so we keep the end of the path.
-        name = f"weights{run.run_dir.absolute()}".replace("/", "-")[-250:]
+        # Several runs may share update.path, so the folder's name stands for the run.
+        name = f"weights-{zlib.crc32(bytes(run.run_dir.absolute()))}"
         folder = Path(update.path or run.run_dir) / name
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
         self.meta = WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)
@@ -221,8 +222,7 @@ class PPOTrainer:
 
         # 8. Write the step's metrics, and the checkpoint from which a killed run resumes.
         metrics |= clock.seconds | {"step_s": time.monotonic() - clock.begin}
-        if run.rank == 0:
-            self.log.write(batch, metrics)
+        metrics = share(lambda: self.log.write(batch, metrics))
         run.call("on_step", metrics)
         if is_last or is_due(step, config.recover_interval):
             save_checkpoint(run.run_dir, step, actor, run.executor)

@@ -44,7 +44,6 @@ import torch
 
 from cache import Interaction
 from calls.client import OpenAIProxyClient, sdk_http
-from calls.messages import read_request
 from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
@@ -52,7 +51,7 @@ from inference.servers import Servers
 from inference.wire import KEEPALIVE, PerLoop
 from rollout.reward import AsyncRewardWrapper, pools
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from rollout.workers import check_importable, run_agent, within
+from rollout.workers import run_agent, within
 
 logger = logging.getLogger("pocket_areal.workflow")
 
@@ -138,12 +137,9 @@ class RLVRWorkflow(RolloutWorkflow):
         self.prompts = PromptBuilder(self.tokenizer)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        response = await self.turn(engine, self.prompt_ids(data), turn=0)
+        prompt_ids = self.prompts.prompt(Interaction(data["messages"]))
+        response = await self.turn(engine, prompt_ids, turn=0)
         return to_row([response], await self.reward(response, data))
-
-    def prompt_ids(self, data: dict[str, Any]) -> list[int]:
-        ask = read_request({"messages": data["messages"]}, lambda _: None)
-        return self.prompts.prompt(Interaction(ask.messages))
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         context = _context.get()
@@ -178,7 +174,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         most_tokens = getattr(engine, "context_length", math.inf)
-        prompt_ids = self.prompt_ids(data)
+        prompt_ids = self.prompts.prompt(Interaction(data["messages"]))
         reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []
         while not turns or len(prompt_ids) < most_tokens:
@@ -263,8 +259,6 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     def __post_init__(self) -> None:
         # OpenAI's SDK demands a key. Any key will do, because the session's URL names the session.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
-        if self.mode == "subproc":
-            check_importable(self.agent)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":

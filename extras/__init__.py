@@ -7,7 +7,7 @@ optional:
     hooks(run)          may return a dict from the class path of engine hooks to their arguments
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
-    on_step(metrics)    after the step's line is in metrics.jsonl
+    on_step(metrics)    after the step's line is in metrics.jsonl; all ranks get this line
     on_end(error)
 
 Other files hold hooks of the engine, functions that a key names, or commands such as extras.chat.

@@ -31,7 +31,7 @@ class BeforeAfter:
         inputs = run.inputs
         path = run.config.valid_dataset.path
         inputs.validation = inputs.validation or load_dataset(path, inputs.task, "valid")
-        if not self.file.exists():
+        if not self.file.exists() and run.step == 0:
             print(f"evaluating the base model: {len(inputs.validation)} held-out prompts")
             self.file.write_text(json.dumps(evaluate(run.executor, inputs)))
 
@@ -53,7 +53,9 @@ class BeforeAfter:
                 for row in read_records(file)[-1:]:
                     print(f"  {title}, reward {row['reward']:.1f}: {as_line(row['completion'])}")
         print()
-        for title, found in (("before", json.loads(self.file.read_text())), ("after", after)):
+        # If the callback joined a run that was continued, nobody has evaluated the base model.
+        before = {"before": json.loads(self.file.read_text())} if self.file.exists() else {}
+        for title, found in (before | {"after": after}).items():
             line = f"success on held-out prompts {title}: {found['eval_success']:.3f}"
             line += f" ({found['eval_success_low']:.3f} to {found['eval_success_high']:.3f}"
             line += f", {found['eval_episodes']} episodes)"

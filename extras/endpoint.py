@@ -25,7 +25,7 @@ from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
     """Run the agent on every validation prompt. Its model answers at evaluator.base_url."""
-    agent = inputs.evaluated
+    agent = inputs.eval_workflow
     url = config.evaluator.base_url
     if isinstance(agent, RolloutWorkflow):
         raise ConfigError("evaluator.base_url is for agents, and this is a RolloutWorkflow")

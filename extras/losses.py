@@ -80,11 +80,11 @@ def cispo(
     # With pi_theta in place of pi_prox, u is 1, and its gradient is that of log pi_theta.
     old_logp = here - log_ratio(prox_logp, old_logp, mask)  # keeps w
     loss, stats = base(logp, here, old_logp, factor * advantages, loss_mask, **keys)
-    stats["clip_frac"] = share(u != factor, mask, keys)
+    stats["clip_frac"] = share_of(u != factor, mask, keys)
     return loss, stats
 
 
-def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
+def share_of(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
     """The share of the trained tokens that are `chosen`."""
     return torch.count_nonzero(chosen & mask) / (keys.get("denominator") or mask.sum().clamp(min=1))
 
@@ -96,7 +96,7 @@ def leave_out(
     mask = loss_mask.bool()
     keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
     loss, stats = base(*tensors, mask & ~chosen, **keys)
-    return loss, stats | {"dropped_share": stats["dropped_share"] + share(chosen, mask, keys)}
+    return loss, stats | {"dropped_share": stats["dropped_share"] + share_of(chosen, mask, keys)}
 
 
 def icepop(
@@ -161,7 +161,7 @@ def truncate(
     w = log_ratio(prox, old_logp, mask).exp()
     bounded = w.clamp(floor, behave_imp_weight_cap)
     loss, stats = base(logp, prox, prox - bounded.log(), advantages, loss_mask, **keys)
-    return loss, stats | {"dropped_share": share(w != bounded, mask, keys)}
+    return loss, stats | {"dropped_share": share_of(w != bounded, mask, keys)}
 
 
 def row_weight(

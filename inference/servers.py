@@ -28,9 +28,9 @@ CALL_TIMEOUT = 60.0  # seconds for a call that generates nothing
 CONNECT_TIMEOUT = 10.0
 
 
-def rank_servers(servers: list[str], key: str) -> list[str]:
-    """Return the N servers in order of preference for `key`. Group n prefers server n mod N."""
-    number = int(key) if key.isdecimal() else zlib.crc32(key.encode())
+def rank_servers(servers: list[str], group: str) -> list[str]:
+    """Return the N servers in order of preference for a group. Group n prefers server n mod N."""
+    number = int(group) if group.isdecimal() else zlib.crc32(group.encode())
     first = number % len(servers)
     ranking = sorted(servers)
     return ranking[first:] + ranking[:first]

@@ -16,7 +16,7 @@ from typing import Any
 
 from cache import finite
 from inference.wire import PerLoop
-from rollout.workers import WorkerPool, check_importable, within
+from rollout.workers import WorkerPool, within
 
 PROCESSES = 4
 
@@ -40,10 +40,6 @@ class AsyncRewardWrapper:
 
     reward_fn: Callable[..., Any]
     timeout_seconds: float = 15.0
-
-    def __post_init__(self) -> None:
-        if not inspect.iscoroutinefunction(self.reward_fn):
-            check_importable(self.reward_fn)
 
     async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
         name = getattr(self.reward_fn, "__qualname__", self.reward_fn)

@@ -49,12 +49,6 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
         raise
 
 
-def check_importable(code: Any) -> None:
-    """Raise ValueError if a function or agent is in the script that was started."""
-    if getattr(code, "__module__", "") == "__main__":
-        raise ValueError(f"move {code} out of the started script: another process has to import it")
-
-
 def bypass() -> dict[str, str]:
     """Return environment variables that keep a child's requests to this machine away from an HTTP
     proxy."""
@@ -76,6 +70,9 @@ class Worker:
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `function(*args, **kwargs)`. If the function raises or the process ends, this
         raises RuntimeError with the reason."""
+        for code in (function, *args):
+            if getattr(code, "__module__", "") == "__main__":
+                raise ValueError(f"move {code} to a module, which another process can import")
         call = pickle.dumps((function, args, kwargs))
         loop = asyncio.get_running_loop()
         try:

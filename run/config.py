@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -355,26 +355,28 @@ def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Fi
             yield f"{prefix}{name}", value, declared
 
 
-def flatten(settings: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting's full name and value, such as actor.eps_clip and 0.2."""
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def flatten(value: Any, *path: Any) -> Iterator[Any]:
+    """Yield every setting of a nested dict as path and value, such as ("actor", "eps_clip") and
+    0.2. A path is no string, because the names in a workflow's arguments may contain dots."""
+    if not isinstance(value, dict) or not value:
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from flatten(inner, *path, name)
 
 
-def merge(settings: dict[str, Any], given: dict[str, Any]) -> None:
+def merge(settings: dict[str, Any], given: Iterable[Any]) -> None:
     """Put the settings of a recipe or of the command line into the nested `settings`, and replace
     aliases. Raises ConfigError if a key and its alias have different values."""
     seen: dict[str, tuple[str, Any]] = {}
-    for name, value in flatten(given):
+    for path, value in given:
+        name = ".".join(map(str, path))
         key = ALIASES.get(name, name)
         other, before = seen.get(key, (name, value))
         if other != name and before != value:
             raise ConfigError(f"{other} and {name} are one key: give one of them")
         seen[key] = name, value
-        *groups, last = key.split(".")
+        *groups, last = path if key == name else key.split(".")
         group = settings
         for part in groups:
             if not isinstance(group.get(part), dict):
@@ -410,15 +412,15 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     for name in options.config or ["demo"]:
         path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
         with one_line(f"--config {name}"):
-            merge(settings, yaml.safe_load(path.read_text()) or {})
-    words: dict[str, Any] = {}
+            merge(settings, flatten(yaml.safe_load(path.read_text()) or {}))
+    words: list[Any] = []
     for word in options.words:
         name, _, value = word.partition("=")
         if word == f"{name}=":
             raise ConfigError(f"{word} lacks its value")
         with one_line(name):  # YAML would read the names 1.10 and 20261127_101010 as numbers
             is_name = name.endswith(("experiment_name", "trial_name"))
-            words[name] = value if is_name else yaml.safe_load(value)
+            words += flatten(value if is_name else yaml.safe_load(value), *name.split("."))
     merge(settings, words)
     try:
         config = resolve(TrainConfig.model_validate(settings))

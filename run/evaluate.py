@@ -20,7 +20,7 @@ Evaluation = dict[str, float | None]
 def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
     """Run the validation prompts. The reward of an episode is the reward of its last row."""
     samples = inputs.validation * executor.eval_gconfig.n_samples
-    groups = executor.evaluate(samples, inputs.evaluated)
+    groups = executor.evaluate(samples, inputs.eval_workflow)
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
 
 

@@ -73,7 +73,7 @@ class Inputs:
     validation: list[dict]
     tokenizer: Any
     workflow: Any  # what resolve_workflow made of the agent or workflow
-    evaluated: Any  # the same, but with the sampling of evaluations
+    eval_workflow: Any  # the same, but with the sampling of evaluations
 
     def count_successes(self, rewards: list[float]) -> float:
         """How many rewards the task's `success` accepts, by default those above 0."""
@@ -122,7 +122,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
             samples = task.dataset(split)
         elif path.endswith(".jsonl"):
             # We read the file as one JSON list, so that json's error has the line of the mistake.
-            lines = Path(path).read_text(encoding="utf-8").strip()
+            lines = Path(path).read_text(encoding="utf-8-sig").strip()
             samples = json.loads(re.sub(r"(\n\s*)", r",\1", f"[{lines}]"))
         else:
             samples = import_name(path)()

@@ -161,8 +161,10 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = server.count * size
     is_shared = len(gpus) - ranks < wanted
+    # Servers that share take the GPUs in turn, again and again.
     pool = gpus * server.count if is_shared else gpus[-wanted:]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
+    words += ["--tokenizer-path", config.tokenizer_path]
     words += ["--max-running-requests", server.max_running_requests]
     words += ["--max-total-tokens", server.max_total_tokens]
     if server.backend == "tiny":

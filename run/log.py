@@ -76,8 +76,8 @@ class Log:
         self.start = time.monotonic() - (run.history or [{}])[-1].get("wall_s", 0.0)
         self.counts = asdict(run.executor.stats)
 
-    def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
-        """Complete a step's metrics, and write them and the batch."""
+    def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> dict[str, Any]:
+        """Complete a step's metrics, write them and the batch, and return the metrics."""
         run = self.run
         counts = asdict(run.executor.stats)
         rewards = batch["rewards"].tolist()
@@ -103,3 +103,4 @@ class Log:
                 ),
                 flush=True,
             )
+        return metrics

@@ -39,10 +39,8 @@ def test_the_page(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     talk = r'tool: (\d)\nassistant: open\({"box": \1}\)\ntool: (\d)\nassistant: \2\n'
     assert re.search(talk, done.stdout)
-    before, after = (
-        json.loads((tmp_path / f"runs/box/{name}/eval.json").read_text())["eval_success"]
-        for name in ("before", "after")
-    )
+    files = (tmp_path / f"runs/box/{name}/eval.json" for name in ("before", "after"))
+    before, after = (json.loads(file.read_text())["eval_success"] for file in files)
     assert before < 0.6 < 0.8 < after
     metrics = (tmp_path / "runs/box/first/metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[-1])["success"] > 0.9

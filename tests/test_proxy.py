@@ -83,10 +83,9 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     options: Any = {"tools": tools, "extra_body": {"chat_template_kwargs": variables}}
     options |= {"tool_choice": "required"} if forced else {}
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    how: Any = variables | {"add_generation_prompt": True, "tokenize": False}
     for _ in range(2):
-        prompt = own.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **variables
-        )
+        prompt = own.apply_chat_template(messages, **how)
         inside = prompt.rstrip().endswith("<think>")
         text = f"hm</think>ok{call}" if inside else f"ok{call}"
         harness.engine.texts = ["{}}\n</tool_call>" if forced else text]

@@ -22,10 +22,8 @@ RUNS = json.loads((ROOT / "docs" / "simulate.json").read_text())
 def constant(eta: int, **changes: object) -> simulate.Setup:
     """Return a setup with four groups per step, 2 s of generation, 1 s of training and 0.5 s of
     update."""
-    setup = simulate.Setup(
-        4, lambda rng, k: 2.0, lambda rng, k, n: 1.0, lambda rng, k, n: 0.5, eta=eta, steps=10
-    )
-    return replace(setup, **changes)
+    times = lambda rng, k: 2.0, lambda rng, k, n: 1.0, lambda rng, k, n: 0.5
+    return replace(simulate.Setup(4, *times, eta=eta, steps=10), **changes)
 
 
 def test_synchronous_steps_take_the_sum_of_their_parts() -> None:
@@ -56,9 +54,8 @@ def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
     """If a weight update waits for running completions instead of interrupting them, the steps take
     longer."""
     lengths = lambda rng, k: rng.choice([1.0, 9.0])  # noqa: E731
-    cut, whole = (
-        simulate.Simulation(constant(2, length=lengths, interrupt=i)).run() for i in (True, False)
-    )
+    setups = (constant(2, length=lengths, interrupt=i) for i in (True, False))
+    cut, whole = (simulate.Simulation(setup).run() for setup in setups)
     assert whole.ends[-1] > cut.ends[-1]
 
 
@@ -67,10 +64,9 @@ def test_the_bound_holds_for_every_order(order: str) -> None:
     """With each of the four orders in which the trainer may consume groups, no trained token is
     more than eta versions old. With the order "unbounded", some trained tokens are more than eta
     versions old."""
-    eta = 2
-    bounded, unbounded = (
-        simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded")
-    )
+    eta, orders = 2, (order, "unbounded")
+    found = (simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in orders)
+    bounded, unbounded = found
     assert bounded["lag_max"] <= eta < unbounded["lag_max"]
     assert bounded["total_s"] >= unbounded["total_s"] * 0.99
 

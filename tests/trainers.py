@@ -95,6 +95,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gpt_neox": {},
+    "falcon": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},
     "qwen3_moe": EXPERTS,
     "mixtral": {"num_local_experts": 4},

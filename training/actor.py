@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM
 from inference import weights
 from inference.fields import import_name
 from ppo import log_ratio
-from run.config import OptimizerConfig, PPOActorConfig
+from run.config import ConfigError, OptimizerConfig, PPOActorConfig
 from training.layout import (
     Batch,
     Piece,
@@ -75,7 +75,7 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 
 
 class FSDPEngine:
-    """A frozen causal language model, sharded over the ranks."""
+    """A causal language model that only scores, such as the reference policy."""
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         self.config = config
@@ -86,7 +86,7 @@ class FSDPEngine:
         self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
         self.model: Any = None
         self.cut: Any = None  # cuts rows into pieces
-        self.frozen: list[Any] = []  # layers that do not learn
+        self.frozen: list[Any] = []  # the first layers, if they do not learn in training either
 
     @property
     def rank(self) -> int:
@@ -109,9 +109,10 @@ class FSDPEngine:
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
         n = self.config.frozen_layers
         if n > len(layers):
-            raise ValueError(f"actor.frozen_layers={n}, but the model has {len(layers)} layers")
+            raise ConfigError(f"actor.frozen_layers={n}, but the model has {len(layers)} layers")
         self.frozen = layers[:n]
-        for module in [model.get_input_embeddings(), *self.frozen] if n else []:
+        embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        for module in [*embeddings, *self.frozen] if n else []:
             module.requires_grad_(False)
         # A single rank in float32 does without FSDP, whose hooks would take a sixth of the time of
         # a small model's step.
@@ -209,8 +210,8 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
         self.written: int | None = None  # newest version that was written or sent
-        self.states: dict[str, Any] = {}  # output of the frozen layers, by the piece's inputs
-        self.inputs = ""  # of the current piece
+        self.outputs: dict[str, Any] = {}  # of the last frozen layer, by the piece's inputs
+        self.running = ""  # the inputs of the piece that runs, as a key of `outputs`
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
         """Load the model and make the optimizer. Schedules end after `max_steps` training steps."""
@@ -230,16 +231,16 @@ class FSDPPPOActor(FSDPEngine):
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
         """Run a frozen layer only in the first pass over a piece. Later passes over the piece begin
         with the last frozen layer's output, which never changes."""
-        if self.inputs in self.states:
-            return self.states[self.inputs]
+        if self.running in self.outputs:
+            return self.outputs[self.running]
         out = forward(*args, **keys)
         if is_last:
-            self.states[self.inputs] = out
+            self.outputs[self.running] = out
         return out
 
     def forward(self, piece: Piece) -> tuple[Tensor, Tensor]:
         if self.frozen:
-            self.inputs = str([x.tolist() for x in piece.inputs.values() if isinstance(x, Tensor)])
+            self.running = str([x.tolist() for x in piece.inputs.values() if isinstance(x, Tensor)])
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
@@ -299,7 +300,7 @@ class FSDPPPOActor(FSDPEngine):
             if k == 0 and "prox_logp" not in batch:
                 batch["start_logp"] = self.gather(batch, pieces, "theta_logp")
 
-        self.states.clear()
+        self.outputs.clear()
         with suppress(AttributeError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)  # glibc would keep more freed memory with each step
         pieces = [piece for *_, pieces in minibatches for piece in pieces]
@@ -400,7 +401,8 @@ class FSDPPPOActor(FSDPEngine):
         found, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         model = {name: found[name] for name, p in self.model.named_parameters() if p.requires_grad}
         moments = optimizer["state"]  # without lr and weight decay, which are configured
-        return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
+        numbers = torch.tensor([self.steps, self.config.frozen_layers])
+        return {"model": model, "moments": moments, "numbers": numbers}
 
     def save_state(self, folder: Path) -> None:
         """Write the trainable weights, the optimizer's state and the number of steps. Each rank
@@ -408,10 +410,13 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
-        """Read what save_state wrote, even if it ran with another number of ranks."""
+        """Read what save_state wrote, even if it ran with another number of ranks. Raises
+        ConfigError if it ran with fewer frozen layers, because they have learnt."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
-        self.steps = int(state["steps"])
+        self.steps, frozen = state["numbers"].tolist()
+        if frozen != self.config.frozen_layers:
+            raise ConfigError(f"the checkpoint was made with actor.frozen_layers={frozen}")
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """In mode disk, write the weights while the servers still generate."""

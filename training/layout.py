@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from run.config import PPOActorConfig
+from run.config import ConfigError, PPOActorConfig
 
 Batch = dict[str, Tensor]
 
@@ -77,8 +77,8 @@ def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
     """Deal rows of these lengths out to n ranks in turn, the longest first. So the token counts of
     two ranks' shares differ by at most the length of the longest row. No share is empty: if there
     are fewer than n rows, there are fewer shares."""
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    return [longest_first[k::n] for k in range(min(n, len(lengths)))]
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return [rows[k::n] for k in range(min(n, len(rows)))]
 
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
@@ -96,7 +96,7 @@ def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
 def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
     """Padded pieces of at most `mb_tokens` tokens. A longer row is a piece of its own."""
     lengths = row_lengths(batch)
-    [rows] = deal(lengths, 1)  # the longest first
+    [rows] = deal(lengths, 1)  # one share with all rows, the longest first
     while rows:
         t = lengths[rows[0]]
         n = max(1, mb_tokens // t)
@@ -107,20 +107,22 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
-    """Choose the layout for a model. The kernel for packed rows needs bfloat16. Raises ValueError
+    """Choose the layout for a model. The kernel for packed rows needs bfloat16. Raises ConfigError
     for a model whose log-probabilities would be wrong."""
     shape = model.config.get_text_config()
     head = model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
-    keys = filter(UNUSUAL.search, shape.to_dict())
+    if not model.is_backend_compatible():  # it would ignore our attention functions
+        beyond.add("attention of its own")
+    keys = filter(UNUSUAL.search, dir(shape))  # some are properties
     refused = [key for key in keys if getattr(shape, key) not in (None, False, 1)]
     if getattr(head, "bias", None) is not None:
         refused += ["a bias of the logits"]
     if actor.enable_tree_training:
         refused += beyond
     if refused:
-        raise ValueError(f"{type(model).__name__} cannot be trained, because of {refused}")
+        raise ConfigError(f"{type(model).__name__} cannot be trained, because of {refused}")
     if actor.enable_tree_training:
         return "tree"
     if beyond:

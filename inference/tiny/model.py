@@ -316,9 +316,8 @@ class Model:
         angle = positions[:, :, None, None] * self.frequencies
         rotation = torch.polar(torch.ones_like(angle), angle)
 
-        x = F.embedding(
-            ids.flatten(), self.outer.embedding
-        ).float()  # (T, D) with T = rows * columns
+        # (T, D) with T = rows * columns
+        x = F.embedding(ids.flatten(), self.outer.embedding).float()
         for w, kv, (keys, values) in zip(self.layers, self.cache, read, strict=True):
             # q, k, v = W_q norm(x), W_k norm(x), W_v norm(x); q and k are rotated
             qkv = product(rms_norm(x, w.norm_1, self.eps), w.w_qkv)

@@ -160,7 +160,8 @@ def main(argv: list[str] | None = None) -> None:
     """Serve until a signal."""
     parser = argparse.ArgumentParser(description="A small server with SGLang's HTTP protocol.")
     add = parser.add_argument
-    add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
+    add("--model-path", required=True, help="a Hugging Face folder")
+    add("--tokenizer-path", help="a folder with tokenizer.json; default: that of the model")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)
     add("--api-key", default=os.getenv("POCKET_AREAL_SERVER_KEY", ""))
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         args.model_path, args.max_running_requests, args.max_total_tokens, args.dtype, args.device
     )
     # AutoTokenizer would import transformers, which takes a second.
-    tokenizer = Tokenizer.from_file(f"{args.model_path}/tokenizer.json")
+    tokenizer = Tokenizer.from_file(f"{args.tokenizer_path or args.model_path}/tokenizer.json")
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     scheduler = Scheduler(model, args.weight_version, decode)
     serve(create_app(scheduler, args.api_key), listener, args.exit_with_parent)

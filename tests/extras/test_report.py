@@ -24,9 +24,8 @@ from extras.report import MAX_TOKENS, Report, fill_gaps, main, make_page, read_t
 from extras.trace import Trace
 
 TEXTS = {1: "<user>", 2: "guess", 5: "</script><b>bad</b>", 6: "é", 7: "\n", 8: " eight", 9: "nine"}
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
+BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+CHROMIUM = next(filter(None, BROWSERS), "")
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="the page's script needs a browser")
 
 

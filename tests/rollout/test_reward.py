@@ -91,8 +91,8 @@ async def test_a_reward_that_fails_is_an_error_and_not_zero(rewards: Any, monkey
         with pytest.raises(ValueError, match=f"a finite number .* is needed, not {said}"):
             await AsyncRewardWrapper(function)()
     monkeypatch.setattr(rewards.equals, "__module__", "__main__")
-    with pytest.raises(ValueError, match="out of the started script"):
-        AsyncRewardWrapper(rewards.equals)
+    with pytest.raises(ValueError, match=r"move .function equals at \w+. to a module"):
+        await AsyncRewardWrapper(rewards.equals)()
 
 
 SCRIPT = """

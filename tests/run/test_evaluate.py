@@ -43,7 +43,7 @@ def test_a_workflow_is_evaluated_with_another_sampling(tiny_model_dir: Path) -> 
     config, _ = load([*words, "eval_gconfig.top_k=3"])
     find_model(config)
     inputs = load_inputs(config)
-    trained, evaluated = inputs.workflow.gconfig, inputs.evaluated.gconfig
+    trained, evaluated = inputs.workflow.gconfig, inputs.eval_workflow.gconfig
     assert (trained.greedy, trained.top_k) == (False, -1)
     assert evaluated == trained.new(greedy=True, top_k=3, n_samples=1)
 

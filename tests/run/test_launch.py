@@ -121,7 +121,7 @@ def test_our_own_processes_are_told_what_the_configuration_says() -> None:
     """Options come from keys; what a key leaves open is left to the process. Other users of the
     machine can read command lines, so the API keys are not there."""
     config, _ = load(["gconfig.temperature=0.7"])
-    config.model_path = config.tokenizer_path = "MODEL"
+    config.model_path, config.tokenizer_path = "MODEL", "WORDS"
     hooks: dict[str, Any] = {"extras.replay.Hooks": {"folder": "F"}}
     [server] = plan_servers(config, [], "k3y")
     proxy = plan_proxy(config, ["URL"], "k3y", "adm1n", hooks)
@@ -130,5 +130,6 @@ def test_our_own_processes_are_told_what_the_configuration_says() -> None:
     assert json.loads(options["--hooks"]) == hooks
     assert "--tool-call-parser" not in proxy.command
     assert "--max-total-tokens 16384 --seed" in " ".join(server.command)
+    assert " ".join(server.command).count("--tokenizer-path WORDS") == 1
     assert not re.search("k3y|adm1n", " ".join(server.command + proxy.command))
     assert {*server.variables.values()} < {*proxy.variables.values()} == {"k3y", "adm1n"}

@@ -40,6 +40,14 @@ def torchrun(n: int, *words: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, *words]
 
 
+@pytest.mark.runs
+def test_two_ranks_run_the_demo_with_its_callbacks(tmp_path: Path) -> None:
+    """Every rank has the same metrics, which a report needs after ten steps."""
+    words = ["max_steps=10", "gconfig.n_samples=2", f"fileroot={tmp_path}", "trial_name=t"]
+    subprocess.run(torchrun(2, "train.py", *words), cwd=ROOT, check=True, timeout=600)
+    assert (tmp_path / "guess/t/metrics.jsonl").read_text().count("\n") == 10
+
+
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     # With the threshold, glibc returns the memory of freed tensors to the system.
