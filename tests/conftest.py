@@ -25,9 +25,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Property tests must pass on a slow or busy machine, so hypothesis has no time limits.
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+slow = [HealthCheck.too_slow]
+settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
 settings.load_profile("any machine")
 
 # A shell's background job ignores Ctrl-C, and so would the processes that it starts.

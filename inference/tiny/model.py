@@ -67,7 +67,6 @@ PACKS = torch.backends.mkldnn.is_available() and ONEDNN._is_mkldnn_bf16_supporte
 EMBEDDING = "model.embed_tokens.weight"
 
 FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
-PREFILL = 512  # most rows of a prefill in other cases, where the bits may depend on other rows
 
 
 def read_weights(folder: str) -> dict[str, Tensor]:
@@ -190,7 +189,9 @@ class Model:
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
         self.device = torch.device(device)
         self.exact = self.device.type == "cpu" and dtype == "float32"  # as "Bits" above says
-        self.chunk = MOST if self.exact else PREFILL  # limit of a prompt's tokens in a step, padded
+        # limits of the padded tokens in a step: of all prompts together, and of one prompt
+        self.prefill = 2048 if self.device.type == "cuda" else 512
+        self.chunk = MOST if self.exact else self.prefill
         self.packs = PACKS and self.device.type == "cpu" and not self.exact  # the matrices w_...
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)

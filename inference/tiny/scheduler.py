@@ -33,9 +33,7 @@ from typing import Any
 from inference.tiny.model import FEWEST, round_up
 from inference.tiny.sampling import SamplingParams, Sequence, sample
 
-PREFILL_TOKENS = 512  # limit of the padded tokens of prompts that share a step
 PATIENCE = 200  # how many steps a sequence waits before it comes first
-PIECE_PAIRS = 2**18  # token-key pairs in a piece: 128 tokens after 2,048, or 16 after 16,384
 NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
 
 
@@ -143,12 +141,14 @@ class Scheduler:
         fed alone, and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
-        piece = PIECE_PAIRS // max(1, self.slots[first].cached)
+        # A piece's tokens attend to at most prefill * 512 keys together. On a CPU, these are 128
+        # tokens after 2,048, or 16 tokens after 16,384.
+        piece = self.model.prefill * 512 // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
         end, columns = first + 1, min(most, round_up(left[first], FEWEST))
         for i in (*range(end, self.n), *range(first - 1, -1, -1)):
             wider = min(most, round_up(max(columns, left[i]), FEWEST))
-            fits = wider < most and (end - first + 1) * wider <= PREFILL_TOKENS
+            fits = wider < most and (end - first + 1) * wider <= self.model.prefill
             if left[i] > 1 and fits and first - 1 <= i <= end:  # next to the others
                 first, end, columns = min(first, i), max(end, i + 1), wider
         self.decodes_next = columns == most

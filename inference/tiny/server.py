@@ -5,8 +5,8 @@
 Everything except the reading of new weights happens in one thread: the routes and the steps take
 turns in the asyncio loop. So a small model's steps do not compete with the routes for Python's
 global lock. A route reads or changes the scheduler only between two steps, so nothing needs a lock.
-But /health and /abort_request wait for the running step, which feeds at most 512 prompt tokens, or
-one token per sequence.
+But /health and /abort_request wait for the running step, which feeds at most 512 prompt tokens
+(2,048 on a GPU), or one token per sequence.
 
 A route ignores unknown fields of a body, as SGLang does. But it refuses an unknown sampling
 parameter, because ignoring one would change the tokens' distribution. It also refuses a request

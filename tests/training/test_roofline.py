@@ -40,6 +40,7 @@ def test_the_table_on_the_page() -> None:
     assert f"{said}, at {share} % of the peak" in " ".join(page.split())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older ones count no grouped heads")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_flops_of_a_step_are_those_that_pytorch_counts(
     checkpointing: bool, tmp_path: Path

@@ -56,7 +56,7 @@ def test_the_same_tokens_as_on_a_cpu(
     model = Model(str(tiny_model_dir), 4, 2048, device="cuda")
     assert model.graphs is not None
     model.graphs.most = 3  # of five
-    model.chunk = 128  # so that the new weights come after the same tokens
+    model.chunk, model.prefill = 128, 512  # so that the new weights come after the same tokens
     for one, wanted in zip(play(model, other_model_dir, gpu), expected, strict=True):
         assert one.tokens == wanted.tokens
         assert one.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)

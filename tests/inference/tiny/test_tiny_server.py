@@ -269,7 +269,7 @@ EVENTS = SUBMIT | st.tuples(st.just("abort"), st.integers(0, 12)) | OTHER
 class Play:
     """A scheduler under random events, and a model whose next token is the token's position."""
 
-    chunk, eos = 2, frozenset[int]()
+    chunk, prefill, eos = 2, 512, frozenset[int]()
 
     def __init__(self) -> None:
         self.kv: list[list[tuple[int, str]]] = [[] for _ in range(3)]  # per slot (token, version)
