@@ -51,16 +51,17 @@ from inference.fields import import_name, make_named
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
 from proxy import ProxyAddress
+from rollout.evaluate import conclude, evaluate
 from rollout.executor import WorkflowExecutor
 from run.checkpoint import load_checkpoint, save_checkpoint
 from run.config import TrainConfig
-from run.evaluate import conclude, evaluate
 from run.inputs import load_inputs, make_dataloader
 from run.launch import plan_proxy
-from run.log import Log, describe_batch, logp_mismatch
+from run.log import Log
 from run.start import Run, main
 from staleness import StalenessManager
 from training.actor import FSDPEngine, FSDPPPOActor
+from training.metrics import describe_batch, logp_mismatch
 from training.ranks import share
 from workflow import RolloutWorkflow
 

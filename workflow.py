@@ -286,8 +286,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             elif rewards is not None:
                 await client.set_last_reward(rewards)
         interactions = await client.export_interactions(self.discount, self.export_style)
-        # run/evaluate.py takes the episode's reward from the last row. So side conversations, which
-        # have no reward, come first.
+        # rollout/evaluate.py takes the episode's reward from the last row. So side conversations,
+        # which have no reward, come first.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 

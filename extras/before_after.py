@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from extras import printable, read_records
-from run.evaluate import evaluate
+from rollout.evaluate import evaluate
 from run.inputs import load_dataset
 
 SHOWN = 3  # conversations

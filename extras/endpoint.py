@@ -17,8 +17,8 @@ from typing import Any
 
 from cache import finite
 from extras.failures import Failures, logger
+from rollout.evaluate import Evaluation, conclude, describe
 from run.config import ConfigError, TrainConfig
-from run.evaluate import Evaluation, conclude, describe
 from run.inputs import Inputs, load_inputs
 from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 

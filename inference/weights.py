@@ -34,7 +34,6 @@ PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body, ti
 Bucket = list[tuple[str, Any]]  # tensors with their names in the checkpoint files
 
 UPDATE_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder or a bucket
-BUCKET_MB = 512.0
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -59,7 +58,7 @@ class WeightUpdateMeta:
 
 
 def named_buckets(
-    model: Any, dtype: Any, bucket_mb: float = BUCKET_MB, *, learning: bool = False
+    model: Any, dtype: Any, bucket_mb: float = 512.0, *, learning: bool = False
 ) -> Iterator[Bucket]:
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
     If `learning`, yield only the trainable weights.

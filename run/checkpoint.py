@@ -20,8 +20,6 @@ import torch.distributed as dist
 from run.config import ConfigError
 from training.ranks import share
 
-SUMS = "sums.json"
-
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
     """Write a step's checkpoint. Before this, the step's line must be in metrics.jsonl, because a
@@ -33,7 +31,7 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
     if dist.get_rank() == 0:
         (partial / "rollout.json").write_text(json.dumps(executor.state_dict()))
         sums = {path.name: checksum(path) for path in partial.iterdir()}
-        (partial / SUMS).write_text(json.dumps(sums))
+        (partial / "sums.json").write_text(json.dumps(sums))
         shutil.rmtree(new, ignore_errors=True)  # a damaged checkpoint, if there is one
         before = sorted(folder.glob("step*"))
         partial.rename(new)
@@ -59,7 +57,7 @@ def find_whole(recover: Path) -> Path | None:
     """The newest undamaged checkpoint, or None if there is no checkpoint."""
     folders = sorted(recover.glob("step*"), reverse=True)
     for folder in folders:
-        path = folder / SUMS
+        path = folder / "sums.json"
         try:
             for name, written in json.loads(path.read_bytes()).items():
                 path = folder / name

@@ -13,7 +13,7 @@ again.
 
 **Evaluation.** The base model and the trained one answer all test problems four times, with the
 same prompt and sampling. At its end, the run prints both success rates, their intervals and pass@4
-(run/evaluate.py). With `mode=eval`, either command evaluates one model alone.
+(rollout/evaluate.py). With `mode=eval`, either command evaluates one model alone.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). To use other
 problems, set `train_dataset.path` and `valid_dataset.path` to JSONL files whose lines have the keys

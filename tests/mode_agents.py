@@ -45,8 +45,7 @@ class CountsSessions:
     """Its reward is the number of open sessions."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
-        body: Any = {"model": "m", "messages": data["messages"], "max_completion_tokens": 1}
-        OpenAI().chat.completions.create(**body)
+        OpenAI().chat.completions.create(model="m", messages=data["messages"], max_tokens=1)
         return httpx.get(data["proxy"] + "/health").json()["sessions"]
 
 

@@ -46,11 +46,11 @@ from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
 from proxy import ProxyAddress
 from rollout.dispatcher import DispatchState
+from rollout.evaluate import evaluate
 from rollout.executor import WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper
 from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump
 from run.config import ALIASES, PPOActorConfig, RolloutConfig, load
-from run.evaluate import evaluate
 from run.inputs import Inputs
 from staleness import RolloutStat, StalenessManager
 from train import PPOTrainer

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from runs import command, finish
 
+from rollout.evaluate import describe, pass_at, wilson
 from run.config import load
-from run.evaluate import describe, pass_at, wilson
 from run.inputs import Inputs, find_model, load_inputs
 
 

@@ -12,12 +12,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from run.inputs import Inputs
-
 Evaluation = dict[str, float | None]
 
 
-def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
+def evaluate(executor: Any, inputs: Any) -> Evaluation:
     """Run the validation prompts. The reward of an episode is the reward of its last row."""
     samples = inputs.validation * executor.eval_gconfig.n_samples
     groups = executor.evaluate(samples, inputs.eval_workflow)
@@ -40,7 +38,7 @@ def pass_at(k: int, n: int, right: int) -> float:
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
+def describe(rewards: Sequence[float | None], inputs: Any) -> Evaluation:
     """Return and print the metrics. An episode without a reward (None) counts as a failure, and is
     left out of the mean reward. With n episodes per prompt, the metrics include pass@k for k = 2,
     4, 8 and so on, up to n.

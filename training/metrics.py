@@ -1,0 +1,47 @@
+"""The metrics of a batch: how old its tokens are, and whether server and trainer agree."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
+    """Return the metrics of a batch that a step at policy version `version` consumes.
+
+    The lag of a trained token is `version` minus its own version. A row is mixed if its trained
+    tokens have more than one version.
+    """
+    mask, versions = batch["loss_mask"].bool(), batch["versions"]  # (B, T)
+    newest = versions.masked_fill(~mask, -1).amax(1)  # (B,)
+    oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)  # (B,)
+    mixed = (newest > oldest)[mask.any(1)]
+    lag = version - versions[mask]  # (M,)
+    return {
+        "rows": len(mask),
+        "reward": batch["rewards"].mean().item(),
+        "reward_std": batch["rewards"].std(correction=0).item(),
+        "staleness_mean": lag.float().mean().item() if len(lag) else 0.0,
+        "staleness_max": float(lag.max()) if len(lag) else 0.0,
+        "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
+        "mixed_version_share": mixed.float().mean().item() if len(mixed) else 0.0,
+        **{name: int(batch[name].sum()) for name in ("truncated", "masked", "side_conversations")},
+        "tokens": int(mask.sum()),
+        "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
+    }
+
+
+def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
+    """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
+
+    Server and trainer have the same weights here, so their log-probabilities differ only by
+    rounding, about 1e-6 in float32. The trainer's is log pi_prox. If no pass has computed it, we
+    take log pi_theta of the first mini-batch, which was computed before any optimizer step. If the
+    current weights sampled no token, the result is 0.
+    """
+    fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
+    key = "prox_logp" if "prox_logp" in batch else "start_logp"
+    if key == "start_logp":
+        fresh &= batch[key] != 0
+    apart = (batch["logprobs"] - batch[key])[fresh]
+    return torch.cat([torch.zeros(1), apart]).abs().nan_to_num(torch.inf).max().item()
