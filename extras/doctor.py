@@ -69,6 +69,7 @@ class Rule(NamedTuple):
     measure: Callable[[list[Record], Any], float]
     limit: float
     text: str
+    unit: Callable[[Any], float] = lambda config: 1.0  # of the limit
 
 
 def fraction(lines: list[Record], part: str, *whole: str) -> float:
@@ -121,11 +122,12 @@ RULES = (
     Rule(
         "stale_weights",
         1,
-        lambda m, c: m[0]["canary_mismatch"] / ROUNDING[c.actor.dtype],
+        lambda m, c: m[0]["canary_mismatch"],
         1,
         "A server does not have the trainer's weights: after a weight update, the two computed "
         "different log-probabilities of the same test tokens. Compare the version that each server "
         "reports at GET /server_info with the step, and read the servers' logs.",
+        lambda c: ROUNDING[c.actor.dtype],
     ),
     Rule(
         "unchanged_weights",
@@ -139,11 +141,12 @@ RULES = (
     Rule(
         "logp_mismatch",
         1,
-        lambda m, c: m[0]["logp_mismatch"] / ROUNDING[c.actor.dtype],
+        lambda m, c: m[0]["logp_mismatch"],
         1,
         "Server and trainer disagree on log-probabilities although their weights are equal, so "
         "every importance weight is wrong. Give both the same number format, and compare their "
         "attention masks, packing, positions and temperatures.",
+        lambda c: ROUNDING[c.actor.dtype],
     ),
     Rule(
         "lag",
@@ -276,10 +279,11 @@ def examine(lines: list[Record], config: Any) -> list[Record]:
         last = lines[-rule.steps :]
         try:
             value = rule.measure(last, config) if len(last) == rule.steps else 0
+            limit = rule.limit * rule.unit(config)
         except (KeyError, TypeError, AttributeError):  # the run lacks the metric or the key
             continue
-        if not value <= rule.limit:  # NaN fires, too
-            measured = f"{value:.3g}, limit {rule.limit:g}"
+        if not value <= limit:  # NaN fires, too
+            measured = f"{value:.3g}, limit {limit:g}"
             found.append(describe(last[-1]["step"], rule.name, measured))
     return found
 
