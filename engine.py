@@ -173,8 +173,8 @@ class RemoteInfEngine:
         return segment
 
     def _budget(self, req: ModelRequest) -> int:
-        """Return how many tokens `req` may generate. Raises EngineError (400) if it may generate
-        none."""
+        """Return how many tokens `req` may generate. Raises EngineError (400) if the prompt already
+        fills the context."""
         n, limit = len(req.input_ids), self.context_length
         if n >= limit:
             message = f"prompt is too long: {n} tokens > {limit} maximum context length"

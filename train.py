@@ -133,8 +133,9 @@ class PPOTrainer:
     ) -> None:
         """Train to the last step. All ranks call this.
 
-        `workflow`, an object, class or path (`resolve_workflow`), replaces the configuration's
-        agent or workflow. Raises ConfigError if the inputs or the checkpoints cannot be used.
+        `workflow` replaces the configuration's agent or workflow. It is an object, a class or a
+        path (`resolve_workflow`). Raises ConfigError if the inputs or the checkpoints cannot be
+        used.
         """
         with self.run as run:
             self.start(workflow, workflow_kwargs)

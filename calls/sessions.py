@@ -139,9 +139,9 @@ def looks_like_side(call: Interaction) -> bool:
 
 
 def needle(output: Message) -> str:
-    """Return the text by which a later call shows that it has read an answer: the id of the
-    answer's first tool call, or else the answer's text. If the text has a <summary>, only the
-    summary counts, because Claude Code cuts away the rest."""
+    """Return what later calls contain if they have read this answer: the id of its first tool call,
+    or its text if it calls no tool. If the text has a <summary>, only the summary counts, because
+    Claude Code cuts away the rest."""
     if calls := output.get("tool_calls"):
         return calls[0]["id"]
     return squeeze(output["content"].rpartition("<summary>")[2].partition("</summary>")[0])

@@ -456,8 +456,8 @@ def draw_chart(
     """Draw a line chart. The ticks of the horizontal axis are evenly spaced, and each line has one
     value per tick.
 
-    The vertical axis ends at `top`. `below` labels the horizontal axis, and `beside` labels the
-    vertical axis.
+    The vertical axis runs from 0 to `top`, and larger values are drawn at `top`. `below` labels the
+    horizontal axis, and `beside` labels the vertical axis.
     """
     width, height, left, roof = 640, 380, 44, 52
     right, floor = width - 150, height - 52

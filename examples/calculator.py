@@ -15,8 +15,8 @@ correct conversations. The model's tool calls have the format of Hermes and Qwen
 {"name": ..., "arguments": ...} </tool_call>. The model copies numbers from the question and from
 the tools' results. A word outside the model's vocabulary becomes the unknown token. The
 tokenizer keeps only the last 12 words of a message, because the instructions of a coding agent have
-thousands of words. The base model already solves the task. The example agents only show that
-training works with the conversations of each framework.
+thousands of words. The base model already solves the task. The example agents only show that each
+framework's conversations can be trained on.
 
     python -m examples.calculator .cache/calculator        # make the model's folder
 """

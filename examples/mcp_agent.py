@@ -13,7 +13,7 @@ SERVER = StdioServerParameters(command=sys.executable, args=[__file__])
 
 
 def schema(tool):
-    """Return a tool of MCP in the form of chat completions."""
+    """Convert an MCP tool to the tool format of chat completions."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.inputSchema}
     return {"type": "function", "function": function}
 

@@ -273,10 +273,10 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
 
 
 def make_page(folders: list[Path]) -> str:
-    """The page of one or more runs. Raises ValueError if a folder holds no run."""
+    """Return the HTML page of one or more runs. Raises ValueError if a folder holds no run."""
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
     data = json.dumps({"runs": clean(runs)}, allow_nan=False, separators=(",", ":"))
-    # Without "<", no text of an agent can close the script element that holds the data.
+    # Escape "<", so that no agent's text can close the script element that holds the data.
     data = data.replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
 

@@ -19,7 +19,7 @@ dropped or withdrawn. Their positions are called closed. For example, if positio
 and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs positions 4 to
 7 again, and continues with position 8.
 
-`submit` and all dataloaders share one counter of ids. So if a run calls `submit`, or uses two
+`submit` and all dataloaders take their ids from one counter. So if a run calls `submit` or uses two
 dataloaders, ids are no longer positions in the data. Then a restart may skip the wrong samples.
 
 If groups of other calls hold all places at the gate, `rollout_batch` waits for ever.

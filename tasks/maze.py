@@ -135,7 +135,7 @@ def reward(
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
-    """Return a drunk's walk of at most CURFEW moves."""
+    """Return a drunkard's walk of at most CURFEW moves."""
     walk = [CELLS[start]]
     moves_home = distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:

@@ -143,7 +143,7 @@ class FSDPEngine:
         return self.gather(batch, pieces, "logp")
 
     def gather(self, batch: Batch, pieces: list[Piece], key: str) -> Tensor:
-        """Collect tokens[key] of all ranks' pieces in one tensor (B, T)."""
+        """Gather tokens[key] from the pieces of all ranks into one tensor (B, T)."""
         whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (B, T)
         for _, tokens in pieces:
             whole[tokens["row"], tokens["column"]] = tokens[key]

@@ -1,6 +1,6 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-The rows are divided into pieces. A piece is the input of one pass. It also says which hidden state
+It divides the rows into pieces. A piece is the input of one pass, and says which hidden state
 predicts each trained token. In every layout, a token gets the log-probability that it would get if
 its row went through the model alone. So layouts differ only in time and memory.
 

@@ -6,8 +6,8 @@ token depends only on the tokens up to it, so a shared prefix needs to be comput
 
 The rows are sorted by their tokens, so that rows with a common prefix are neighbours. Each row then
 adds only the tokens after the prefix that it shares with the row before it. The added tokens of all
-rows, in this order, are the tree, depth first. The rows [a b c d], [a b e] and [a f] have 9 tokens,
-but their tree has 6:
+rows, one after another, are the tree in depth-first order. The rows [a b c d], [a b e] and [a f]
+have 9 tokens, but their tree has 6:
 
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
@@ -82,7 +82,7 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     # If a row adds no token in a column, its token there is the one last added in this column.
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
-    # A token's subtree ends at the beginning of the next row that does not contain the token.
+    # A token's subtree ends where the first later row without this token begins, or at the end.
     bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (R + 1,)
     later = torch.arange(len(bounds)) > row[:, None]  # (N, R + 1)
     ends = later & (F.pad(shared, (0, 1)) <= depth[:, None])  # (N, R + 1)

@@ -1,11 +1,11 @@
 """Capture the decode steps of a model as CUDA graphs, which a GPU replays.
 
 A step copies its inputs to the GPU and starts kernels. It waits for the GPU only once, when it
-reads the drawn tokens (sampling.py). A decode of a model with 1.5B parameters needs about a
-thousand kernels, and most of them are small. So the CPU takes longer to start them than the GPU
-takes to compute them. A CUDA graph avoids this delay. It is a list of kernels that is captured
-once, and then replayed with one start. A replay repeats the same kernels at the same addresses,
-which has these consequences:
+reads the drawn tokens (sampling.py). With 1.5B parameters, one decode step starts about a thousand
+kernels, most of them small. So the CPU takes longer to start them than the GPU takes to compute
+them. A CUDA graph avoids this delay. It is a list of kernels that is captured once, and then
+replayed with one start. A replay repeats the same kernels at the same addresses, which has these
+consequences:
 
 - All inputs of a step lie in one tensor, which is filled anew before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.
