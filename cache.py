@@ -16,9 +16,10 @@ earlier messages.
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
 
-A call has read the answer that it continues: B and C have read A. With gamma = 0.5, three
-successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. calls/sessions.py finds which other answers
-a call has read, and which calls are side conversations, such as a request for a title.
+A call has read the answer that it continues: B and C have read A. It has also read answers that it
+copies into a new message, such as a summary of the history, and answers that its header names.
+calls/sessions.py finds these links, and side conversations, such as a request for a title. With
+gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1.
 
 **Rows.** A call that is part of a row is called a **turn**. In style "individual", each turn is a
 row of its own. In style "concat", each leaf and the turns that led to it are one row, for example:
@@ -46,7 +47,7 @@ from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
 # the fields that an export copies
-EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
+EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn_id")
 LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
 
 
@@ -82,9 +83,8 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    # 1 + the parent's `turn`; without a parent, 1 + the largest `turn` of the calls that it names
-    # or copies, or 0
-    turn: int = 0
+    # 1 + the parent's; without a parent, 1 + the largest of the calls that it names or copies, or 0
+    turn_id: int = 0
     digest: int = 0  # of all messages
     # the calls whose answers this call has read: its parent, and those that a session adds
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
@@ -184,7 +184,7 @@ class InteractionCache(dict[str, Interaction]):
         if call.parent:
             shared = call.parent.conversation  # store every message once
             call.messages[: len(shared)] = shared
-            call.turn = call.parent.turn + 1
+            call.turn_id = call.parent.turn_id + 1
             call.reads = [call.parent]
         self[call.interaction_id] = call
         return call
@@ -238,10 +238,10 @@ class InteractionCache(dict[str, Interaction]):
         self.set_reward(None, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace every reward r(i) by the final R(i). A reader that leads to no reward counts in
-        the mean only if it continues the call: if it copies or names the answer, it may be a call
-        that a client has made for itself. Raises Refusal for a wrong discount, and RuntimeError if
-        the rewards are already final."""
+        """Replace every reward r(i) by the final R(i). A call that continues i always counts in the
+        mean. A call that copies or names i's answer counts only if it leads to a reward: otherwise,
+        a client may have made the call for itself. Raises Refusal for a wrong discount, and
+        RuntimeError if the rewards are already final."""
         gamma = finite(turn_discount, "discount")
         if not 0 <= gamma <= 1:
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
@@ -352,7 +352,7 @@ def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
             "loss_mask": [int(is_trained)] * n,
             "logprobs": response.output_logprobs,
             "versions": response.output_versions,
-            "turn_ids": [turn.turn] * n,
+            "turn_ids": [turn.turn_id] * n,
             "turn_rewards": [turn.reward or 0.0] * n,
             "temperatures": [response.temperature] * n,
         }

@@ -10,12 +10,16 @@ version of the weights that computed it:
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3    under the weights that sampled the token
     output_versions   3     3     3     4     4     4      the update came after token c
 
+The loss needs no special case for such a completion, because it weights every token by that token's
+own log-probability (ppo.py). A run has two engines: the proxy's generates for agents, and the
+trainer's controls the servers. The latter generates only for workflows without an agent.
+
 `agenerate` builds a completion from **segments**: a segment is the answer to one POST /generate.
 The pause mode says how an update interrupts the servers:
 
-- `retract` (default): a server keeps a request's tokens but drops their KV cache. After the update
-  the server recomputes the cache and continues. The engine gets one segment, which says for every
-  token which version computed it.
+- `retract` (default): a server keeps a request's tokens but drops their KV cache, which the old
+  weights computed. After the update it recomputes the cache and continues. The engine gets one
+  segment, which says for every token which version computed it.
 - `abort`: the server returns the tokens so far. The engine sends the prompt and these tokens again,
   and the new request waits at the server until the update is over.
 
@@ -96,7 +100,7 @@ class RemoteInfEngine:
         self._version = 0
         self._paused = False
 
-    # ---- generation, in the event loop of the rollouts
+    # ---- generation, in the event loop of the proxy, or of workflows without an agent
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Generate one completion, across any number of weight updates.
@@ -216,7 +220,8 @@ class RemoteInfEngine:
         weights.send(meta, self.servers.post_all, buckets)
 
     def set_version(self, version: int) -> None:
-        """Tell the proxy that all servers have `version`, and let the gate admit more tasks."""
+        """Note that all servers have `version`. The trainer's engine also tells the proxy's, and
+        lets the gate admit more groups."""
         self._version = self.servers.newest = self.servers.trainer_version = version
         if self.proxy is not None:
             Servers(*self.proxy).post_all("/set_version", {"version": version})

@@ -15,9 +15,9 @@ Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 If a token's w exceeds `behave_imp_weight_cap`, its term in J is 0, but the mean still counts the
-token. This cap limits the variance of the gradient, but adds a bias. A clipped token adds no
-gradient, but its u can still change, because other tokens change the model. If A < 0, the minimum
-in J has no lower bound. With `c_clip` (dual clip), this minimum is at least c_clip A.
+token. This cap limits the variance of the gradient, but adds a bias. The clip limits what a token
+can gain, but not what it can lose: if A < 0 and u is large, the minimum in J is u A, so one token
+can dominate the step. With `c_clip` (dual clip), this minimum is at least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
 those of the turn's cell: all turns of its group with the same number. For example, all second turns

@@ -1,38 +1,37 @@
 r"""The proxy answers agents as OpenAI or Anthropic would, and keeps sampled tokens for training.
 
-An agent needs only the URL of its session. The URL may lack `/v1`. It may also lack the session's
-id, if the agent sends the id as its API key. Paths marked (admin) need the admin key:
-
-    POST /grant_capacity (admin)                let one more session start
-    POST /rl/start_session (admin)              {task_id}: start a session, which uses up a grant;
-                                                `sampling` and `compaction` apply to this session
-    POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer a call;
-                                                x-pocket-areal-reads (header): other calls it reads
-    GET  /{id}/v1/models                        the only model; any name will do
-    POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
-    POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
-    POST /export_trajectories (admin)           {session_id, discount, style}: return and forget the
-                                                session
-    POST /set_version (admin), GET /health      the trainer's version; sessions and grants
+Training needs exactly the tokens that were sampled, with their log-probabilities. But agents send
+text, and text does not say which tokens it was. The model may have sampled `Hi` and `!` where the
+tokenizer makes one token `Hi!`, whose log-probability nobody knows. So the proxy keeps the tokens
+of every answer, and later prompts repeat them instead of tokenising the text again.
 
 Example: the model has answered "hello" with "Hi!", and the agent makes a second call:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
-1. calls/messages.py reads three messages and a temperature.
-2. calls/turn.py enters the call in the tree of cache.py, as a child of the first call, and keeps
-   track of the clients that wait for the reply.
-3. calls/prompts.py takes the tokens of the first call as they were sampled, and renders only what
+1. calls/messages.py reads three messages and a temperature, and calls/turn.py enters the call in
+   the tree of cache.py, as a child of the first call.
+2. calls/prompts.py takes the tokens of the first call as they were sampled, and renders only what
    follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
-4. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
+3. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
    the reply.
 
-**Sampling.** An agent's parameters override its session's, which override the proxy's. A turn that
-used top_p or a penalty is left out of the loss, because training cannot reproduce its
-probabilities. **Errors.** An agent's mistake gets a 4xx status, but never 409 or 429, which SDKs
-would retry. 502 and 503 mean that the servers failed even after our retries. During a weight
-update, calls wait.
+**Addresses.** An agent needs only its session's URL, with or without `/v1`, or the session's id as
+its API key. Paths marked (admin) need the admin key:
+
+    POST /grant_capacity (admin)              let one more session start
+    POST /rl/start_session (admin)            {task_id, sampling, compaction}: use a grant
+    POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer a call
+    GET  /{id}/v1/models                      the only model; any name will do
+    POST /{id}/rl/set_reward                  {reward}: of the last call, or of `interaction_id`
+    POST /{id}/rl/end_session                 no more calls; `discard`: forget the session at once
+    POST /export_trajectories (admin)         {session_id, discount, style}: return and forget it
+    POST /set_version (admin), GET /health    the trainer's version; sessions and grants
+
+**Sampling.** An agent's parameters override its session's, which override the proxy's. **Errors.**
+An agent's mistake gets a 4xx status, but never 409 or 429, which SDKs would retry. 502 and 503 mean
+that the servers failed even after our retries. During a weight update, calls wait.
 """
 
 import argparse

@@ -13,9 +13,8 @@ since the run began:
                         -> rejected   (gives its place back; a failed group counts as rejected)
                 accepted -> dropped (too old) or withdrawn (fetched by id)   (gives its place back)
 
-The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
-consumed groups hold places. Unconsumed groups hold at most B - 1 places, because B of them would
-end the wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
+    B = 2, eta = 1:   version 0, 4 places   groups 1 2 3 4 start   step 1 takes 1 2, of age 0
+                      version 1, 6 places   groups 5 6 start       step 2 takes 3 4, of age 1
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
 would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group reaches age 5. To
@@ -23,16 +22,16 @@ bound the age, rollout/dispatcher.py also chooses groups by a rule, which `rollo
 
 - **wait** (default) takes the groups that started first. *Proof* that no age exceeds eta: number
   the groups that keep their places, in order of start. When group p starts, at version s, groups 1
-  to p hold places, so p <= (eta + s + 1) B. Step ceil(p / B) takes group p, at version
-  ceil(p / B) - 1 <= eta + s. No token of p has a version below s (inference/servers.py checks it).
+  to p hold places, so p <= (eta + s + 1) B. Step k runs at version k - 1, so step ceil(p / B) takes
+  p at version ceil(p / B) - 1 <= eta + s. No token of p is older than s (inference/servers.py).
 - **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
-  tokens with a lag above eta from the loss, and drops a group if no trained token remains. If a
+  tokens with a lag above eta from the loss, and drops a group if no trained token remains. But if a
   group ends at version f, its tokens of version f are never too old. *Proof:* number the groups in
   order of finish. As for `wait`, p <= (eta + f + 1) B, so a step takes group p by version eta + f.
 - **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 
-These proofs assume that every step consumes B groups and that versions never fall. Otherwise a
-group may be too old. Then the age check raises StalenessError before a step trains on the group.
+The proofs assume that every step consumes B groups, and that versions never fall. Otherwise the age
+check may raise StalenessError, before a step trains on a group that is too old.
 """
 
 from dataclasses import dataclass, field, replace
@@ -71,6 +70,10 @@ class StalenessManager:
         """Return how many groups may start now; 0 or less means none.
 
         capacity = min(max_concurrent - running, (eta + v + 1) B - (accepted + running))
+
+        The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
+        consumed groups hold places. Unconsumed groups hold at most B - 1 places, because B of them
+        would end the wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
         """
         version = self.version_provider.get_version()
         stat = self._stat

@@ -180,8 +180,9 @@ class PPOTrainer:
         version = step - 1
         clock = Clock()
 
-        # 1. Rank 0 waits for the next B prompt groups (rollout/executor.py) and gives their rows to
-        #    all ranks. No trained token is more than eta versions old. The shapes:
+        # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks: the actor
+        #    asks the engine, which asks the executor (rollout/executor.py), which asks the
+        #    dispatcher. No trained token is more than eta versions old. The shapes:
         #        input_ids, loss_mask, versions, turn_ids               (rows, T) int32
         #        logprobs (log pi_behav), turn_rewards, temperatures    (rows, T) float32
         #        rewards, group_ids                                     (rows,)

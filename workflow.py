@@ -115,7 +115,9 @@ def to_tensors(result: Any) -> Trajectory:
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
     """Join the turns of a conversation in one row [1, L]. The prompt of a turn must begin with the
     prompt and answer of the turn before. Every turn gets `reward`."""
-    calls = [Interaction([], model_response=x, reward=reward, turn=k) for k, x in enumerate(turns)]
+    calls = [
+        Interaction([], model_response=x, reward=reward, turn_id=k) for k, x in enumerate(turns)
+    ]
     calls[-1].row_turns = [(call, True) for call in calls]
     return calls[-1].to_tensor_dict()
 
@@ -138,14 +140,14 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         prompt_ids = self.prompts.prompt(Interaction(data["messages"]))
-        response = await self.turn(engine, prompt_ids, turn=0)
+        response = await self.sample(engine, prompt_ids, number=0)
         return to_row([response], await self.reward(response, data))
 
-    async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
+    async def sample(self, engine: Any, input_ids: list[int], number: int) -> ModelResponse:
         context = _context.get()
-        seed = None if context.seed is None else call_seed(context.seed, context.name, turn)
+        seed = None if context.seed is None else call_seed(context.seed, context.name, number)
         gconfig = self.gconfig.for_call(n_samples=1, seed=seed)
-        request = ModelRequest(input_ids, gconfig=gconfig, call=f"{context.name}.{turn}")
+        request = ModelRequest(input_ids, gconfig=gconfig, call=f"{context.name}.{number}")
         return await engine.agenerate(request)
 
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
@@ -178,7 +180,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []
         while not turns or len(prompt_ids) < most_tokens:
-            turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
+            turns.append(await self.sample(engine, prompt_ids, number=len(turns)))
             reward = await self.reward(turns[-1], data)
             if reward > 0 or len(turns) == self.max_turns:
                 break
@@ -252,7 +254,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     subproc_max_workers: int = 4
     discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
     compaction: str = "link"  # or cut
-    export_style: str = "individual"  # a row per turn; or concat, a row per leaf
+    export_style: str = "individual"  # a row per turn; or concat (run/config.py), a row per leaf
     episode_timeout_seconds: float = 3600.0
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 

@@ -127,7 +127,7 @@ class Session:
                 first.reads = first.reads or [parent]
         call.reads = unread(found + named + call.reads)
         if not parent:
-            call.turn = max(x.turn + 1 for x in call.reads)
+            call.turn_id = max(x.turn_id + 1 for x in call.reads)
 
 
 # ---- what shows that an answer was read

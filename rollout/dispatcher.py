@@ -10,8 +10,9 @@ the state; the trainer's thread hands in work and waits.
 `_produce` starts the tasks that the gate admits, and `_run` runs one task to its end.
 
 With rollout.stale=wait a batch takes the B unconsumed groups that started first, so one slow group
-delays the batch. With mask or drop it takes the B groups that finished first. staleness.py proves
-that no group is more than eta versions old, and `take` checks the age of every group.
+delays the batch. With mask or drop it takes the B groups that finished first. So no group is more
+than eta versions old: with wait by the proof in staleness.py, else because `trainable` leaves out
+what is older. `take` checks every group in any case.
 
 If a task returns None or raises, it is rejected and another task is drawn. The run stops after
 `max_failures` exceptions in a row. It also stops if `max_failures` groups are rejected before any

@@ -158,8 +158,8 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
             if candidate.complete and child[: len(whole)] == whole and len(whole) >= length:
                 best, length = candidate, len(whole)
         assert cache[name].parent is best
-        turns = [one.turn + 1 for one in ([best] if best else cache[name].reads)]
-        assert cache[name].turn in ({max(turns)} if best else {0, max(turns, default=0)})
+        turns = [one.turn_id + 1 for one in ([best] if best else cache[name].reads)]
+        assert cache[name].turn_id in ({max(turns)} if best else {0, max(turns, default=0)})
 
 
 @given(calls, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.booleans())
@@ -241,7 +241,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
             source = of_token[token]
             tokens, place = source.tokens, source.tokens.output_tokens.index(token)
             assert row["input_ids"][:t] == tokens.input_tokens + tokens.output_tokens[:place]
-            own = [token % 5, -float(token), source.turn, source.reward, tokens.temperature]
+            own = [token % 5, -float(token), source.turn_id, source.reward, tokens.temperature]
             assert found == own
             assert row["loss_mask"][t] == (token not in trained)
             trained.add(token)
@@ -279,7 +279,7 @@ def test_what_failed_leaves_no_trace(session: list[Call]) -> None:
     caches = play(session)[0], play([call for call in session if call.finishes])[0]
     for name in list(caches[0]):
         caches[0].discard(caches[0][name])
-    one, other = ([(i.conversation, i.turn) for i in cache.values()] for cache in caches)
+    one, other = ([(i.conversation, i.turn_id) for i in cache.values()] for cache in caches)
     assert one == other
 
 

@@ -422,7 +422,7 @@ async def test_the_older_method(real_engine: RemoteInfEngine, tiny_tokenizer: An
     listing = type("Workflow", (RolloutWorkflow,), {"_run_one_episode": method})
     workflow = stands_for(listing, **inside)
     rows = (await workflow.arun_episode(real_engine, QUESTION)).values()
-    assert [(row.turn, row.reward) for row in rows] == [(0, 0.25), (1, 0.25), (2, 0.25)]
+    assert [(row.turn_id, row.reward) for row in rows] == [(0, 0.25), (1, 0.25), (2, 0.25)]
 
 
 async def test_backpropagation(tiny_tokenizer: Any):

@@ -133,7 +133,7 @@ async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> N
     deltas = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
     text = "".join(filter(None, deltas))
     await say(client.copy(max_retries=3), "count", text, "go on")
-    assert [interaction.turn for interaction in client.cache.values()] == [0, 1]
+    assert [interaction.turn_id for interaction in client.cache.values()] == [0, 1]
 
 
 # ---- where AReaL's own client fails (docs/differences.md)
