@@ -33,7 +33,7 @@ def read_records(path: Path) -> list[Record]:
     A line cut off by a kill is skipped. A missing file or a pipe gives no records.
     """
     records = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").split("\n") if path.is_file() else []:
         with suppress(json.JSONDecodeError):
             records.append(json.loads(line.rstrip(", ")))
     return [record for record in records if isinstance(record, dict)]

@@ -27,7 +27,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from engine import EngineError, RemoteInfEngine
+from engine import RemoteInfEngine
 from extras import printable, read_config
 from extras.direct import ArealOpenAI
 from extras.episode import start_server, text_of
@@ -96,14 +96,14 @@ def main(words: list[str]) -> int:
             if unknown := unknown_words(tokenizer, line):
                 print(f"the model does not know: {', '.join(unknown)}", flush=True)
                 continue
-            if tool_user:
-                runner.run(show(tool_user.converse(client, line)))
-                continue
-            messages.append({"role": "user", "content": line})
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             try:
+                if tool_user:
+                    runner.run(show(tool_user.converse(client, line)))
+                    continue
+                messages.append({"role": "user", "content": line})
+                prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
                 response = runner.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
-            except EngineError as error:
+            except Exception as error:  # of the engine, the template or the agent
                 print(f"error: {error}; the next line begins a new conversation", flush=True)
                 messages.clear()
                 continue

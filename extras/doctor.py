@@ -310,7 +310,7 @@ def bottleneck(lines: list[Record]) -> str:
 
 def no_signal_share(batch: dict[str, Tensor]) -> float:
     """The share of prompt groups whose advantages are all 0, apart from rounding."""
-    signal = batch["advantages"].abs().amax(1) > 1e-2  # (B,)
+    signal = batch["advantages"].abs().amax(1) > 1e-6  # (B,)
     groups = batch["group_ids"]
     return 1 - len(groups[signal].unique()) / len(groups.unique())
 

@@ -84,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m extras.episode")
     add = parser.add_argument
     add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
-    add("--data", type=json.loads, help="JSON object: the sample; default: the first of its task")
+    add(
+        "--data", type=json.loads, help="JSON object: a line of the data; default: its task's first"
+    )
     add("--kwargs", type=json.loads, default={}, help="JSON object: arguments of the class")
     add("--model-path", required=True, help="folder or hub name of the model, or smollm2")
     add("--server", help="URL of a running server; default: start a small one with the model")
@@ -101,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             task = sys.modules.get(args.agent.rpartition(".")[0])
             prepare = getattr(task, "prepare", dict)
             dataset = getattr(task, "dataset", None)
-            sample: Any = args.data or (prepare(dataset()[0]) if dataset else {})
+            sample: Any = prepare(args.data or (dataset()[0] if dataset else {}))
             code = 1  # the command line was right
             server = args.server or start_server(stack, model, key)
             words = command("proxy", "--model-path", model, "--server", server)

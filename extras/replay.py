@@ -48,6 +48,7 @@ Spans = list[tuple[int, int, str]]  # (version, end, hash of all tokens before `
 SPANS = TypeAdapter(Spans)
 FILE = "schedule.jsonl"
 CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # training calls; evaluations have "eval-7-3.1"
+EXACT = ("tiny", "cpu", "float32", 1)  # backend, device, dtype and threads of a server
 CLOSED = 499  # the status of a call whose agent has hung up
 POLL = 0.02  # seconds between two looks at the schedule
 # No token and no weight depends on these keys, so a replay may change them.
@@ -241,8 +242,9 @@ def check(config: Any, folder: str) -> None:
         raise ConfigError(f"no replay: {error}") from error
     if not steps:
         raise ConfigError(f"no replay: {folder} lacks a finished step")
-    if (config.server.dtype, config.server.threads) != ("float32", 1):
-        raise ConfigError("no replay: bits are equal only in float32 with server.threads=1")
+    server = config.server
+    if (server.backend, server.device, server.dtype, server.threads) != EXACT:
+        raise ConfigError(f"no replay: only the server {'/'.join(map(str, EXACT))} repeats bits")
     then = load(["--config", f"{folder}/config.yaml"])[0]
     keys = {name: value for name, value, _ in list_keys(then)}
     now = {name: value for name, value, _ in list_keys(config)} | facts()

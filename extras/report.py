@@ -53,7 +53,8 @@ def spread(items: list, count: int) -> list:
 def clean(value: Any) -> Any:
     """Round floats to five digits. NaN and infinity become None: JSON has neither."""
     if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
+        short = round(value, 2) if abs(value) > 999 else float(f"{value:.5g}")
+        return short if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: clean(x) for key, x in value.items()}
     return [clean(x) for x in value] if isinstance(value, list) else value
@@ -79,11 +80,14 @@ def read_timeline(records: list[Record]) -> Record:
         kind = record.get("ph", "")
         args = record.get("args", {})
         at = (record.get("ts", zero) - zero) / 1e6
-        last = max(last, at + record.get("dur", 0) / 1e6)
+        before, last = last, max(last, at + record.get("dur", 0) / 1e6)
         if kind == "X":
             spans.append([record["name"], at, record["dur"] / 1e6])
         elif kind == "M" and args.get("name") == "trainer":
             starts.append(at)
+            end = ""
+            for lost in groups.values():  # the groups that ran when the process before ended
+                lost.setdefault("end", before)
         elif kind == "i" and "version" in args:
             weights.append([at, args["version"]])
         elif kind == "i":
@@ -185,7 +189,7 @@ def read_step(
     groups = []
     for task, rows in rows_of.items():
         rewards = batch["rewards"][rows].tolist()
-        signal = bool(batch["advantages"][rows].any())
+        signal = bool((batch["advantages"][rows].abs() > 1e-6).any())
         groups.append({"task": task, "rewards": rewards, "signal": signal})
     # The first row of every group, then the second of every group, until the budget is spent.
     order = sorted((k, task, row) for task, rows in rows_of.items() for k, row in enumerate(rows))
@@ -292,11 +296,6 @@ class Report(Trace):
     """The callback that writes the trace and the page."""
 
     seconds = 0.0  # spent on reports
-    is_rank_0 = False
-
-    def on_start(self, run: Any) -> None:
-        super().on_start(run)
-        self.is_rank_0 = run.rank == 0
 
     def on_step(self, metrics: Record) -> None:
         super().on_step(metrics)

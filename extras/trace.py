@@ -36,8 +36,10 @@ class Trace:
         self.path: Path = config.run_dir / "trace.json"
         self.lock = threading.Lock()  # groups report from the event loop's thread
         self.file: int | None = None
+        self.is_rank_0 = False
 
     def on_start(self, run: Any) -> None:
+        self.is_rank_0 = run.rank == 0
         if run.rank or any(
             getattr(f, "__func__", f) is Trace.on_event for f in run.executor.listeners
         ):
@@ -51,6 +53,8 @@ class Trace:
         for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
             self.write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
         run.executor.listeners.append(self.on_event)
+        if run.step:  # a run that continues has the weights of its checkpoint
+            self.mark("weights", time.time(), version=run.step)
 
     def on_event(self, name: str, task_id: int, details: Record) -> None:
         """Write a group's event. All bars share a name, so a viewer draws them in one track."""

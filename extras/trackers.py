@@ -23,7 +23,7 @@ class Tracker:
             tracker.init(
                 project=self.config.experiment_name,
                 name=self.config.trial_name,
-                config=self.config.model_dump(mode="json"),
+                config=self.config.model_dump(mode="json", fallback=str),
                 resume="allow",
             )
 

@@ -18,7 +18,7 @@ operation before trying the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
     0.10  a complete call    0.6  the right value
-    0.15  any operation      0.8  an answer with this value       1.0  this value alone
+    0.15  any operation      0.8  an answer that contains it      1.0  this value alone
 
 **Held out.** The problems of the split "valid" use four templates of their own, and numbers that
 training never sees. So the model cannot have learnt an answer of this split by heart.

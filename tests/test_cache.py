@@ -354,9 +354,10 @@ def test_a_chain_gives_the_geometric_series() -> None:
         cache.apply_reward_discount(0.9)
 
 
-@pytest.mark.parametrize(
-    "reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400, 1.7e308]
-)
+REWARDS = [math.nan, math.inf, -math.inf, "1", None, [1], 10**400, 1.7e308]
+
+
+@pytest.mark.parametrize("reward", REWARDS)
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
     """One NaN would make the whole batch NaN."""
     with pytest.raises(ValueError, match="finite"):

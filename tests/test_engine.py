@@ -248,9 +248,10 @@ async def test_a_wrong_request_is_sent_once(status: int):
     assert (caught.value.status, len(script.sent())) == (400, 1)
 
 
-@pytest.mark.parametrize(
-    ("status", "wanted", "asked"), [(400, 400, 1), (503, 503, 3), (500, 503, 3)]
-)
+STATUSES = [(400, 400, 1), (503, 503, 3), (500, 503, 3)]
+
+
+@pytest.mark.parametrize(("status", "wanted", "asked"), STATUSES)
 async def test_a_refusal_of_the_scheduler_is_no_pause(status: int, wanted: int, asked: int):
     """SGLang's scheduler refuses a request by an `abort` with a status. This is an error, and not
     an interruption by an update."""

@@ -151,9 +151,10 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-@pytest.mark.parametrize(
-    "written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}]
-)
+EQUAL = ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}]
+
+
+@pytest.mark.parametrize("written", EQUAL)
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
     """JavaScript writes 2 for 2.0."""
     assert canonical(normal(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
@@ -456,9 +457,8 @@ def test_arguments_that_are_no_json_stay_text(text: str) -> None:
 F = ("f", {"a": 1})
 FINISHED = Interaction(TALK[:2])
 FINISHED.output_message_list = [said("Let me see.", F, F, suffix="ab")]
-FINISHED.reply = PROTOCOLS["responses"](AgentRequest([]), "ab").render(
-    FINISHED.output_message_list[0], ModelResponse()
-)
+WRITER = PROTOCOLS["responses"](AgentRequest([]), "ab")
+FINISHED.reply = WRITER.render(FINISHED.output_message_list[0], ModelResponse())
 FIND = {"resp_ab": FINISHED, "resp_cd": Interaction(HELLO)}.get
 
 
@@ -489,9 +489,10 @@ def test_references_to_items_are_put_in(named: set[str]) -> None:
     assert len(read) == 3
 
 
-@pytest.mark.parametrize(
-    "name", ["msg_no", "msg_", "fc_ab", "fc_ab_2", "msg_cd", "", None, 3, "x_ab"]
-)
+NAMES = ["msg_no", "msg_", "fc_ab", "fc_ab_2", "msg_cd", "", None, 3, "x_ab"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_item_that_is_not_there_is_refused(name: Any) -> None:
     """Without it a part of the conversation would be missing."""
     with pytest.raises(Refusal, match=r"^input: item_reference"):

@@ -127,9 +127,10 @@ async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: in
     assert child["parent"] == first["id"]
 
 
-@pytest.mark.parametrize(
-    ("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')]
-)
+FORCED = [("required", '"'), ("look", '"look", "arguments": ')]
+
+
+@pytest.mark.parametrize(("choice", "opening"), FORCED)
 async def test_a_call_is_forced_by_its_beginning(
     start: Start, tiny_tokenizer: Any, choice: str, opening: str
 ) -> None:

@@ -97,9 +97,10 @@ async def test_a_client_may_change_its_tools(
     assert all(sum(row["tensors"]["loss_mask"]) for row in rows.values())
 
 
-@pytest.mark.parametrize(
-    "change", [{}, {"tools": []}, {"chat_template_kwargs": {"a": 1}}, {"instructions": "Be wordy."}]
-)
+CHANGES = [{}, {"tools": []}, {"chat_template_kwargs": {"a": 1}}, {"instructions": "Be wordy."}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 async def test_a_response_goes_on_from_the_one_it_names(
     start: Start, tool_tokenizer: Any, change: dict[str, Any]
 ) -> None:

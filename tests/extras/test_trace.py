@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from extras.report import Report
+from extras.report import Report, read_timeline
 from extras.trace import Trace
 
 
-def start(kind: type[Trace], folder: Path, rank: int = 0, listeners: Any = ()) -> tuple[Trace, Any]:
+def start(
+    kind: type[Trace], folder: Path, rank: int = 0, listeners: Any = (), step: int = 0
+) -> tuple[Trace, Any]:
     """Return a started trace of the run in `folder`, and the run."""
     trace = kind(SimpleNamespace(run_dir=folder))
-    run = SimpleNamespace(rank=rank, executor=SimpleNamespace(listeners=[*listeners]))
+    run = SimpleNamespace(rank=rank, step=step, executor=SimpleNamespace(listeners=[*listeners]))
     trace.on_start(run)
     return trace, run
 
@@ -55,6 +57,18 @@ def test_a_step_is_a_row_of_phases(tmp_path: Path) -> None:
         assert phase["ts"] + phase["dur"] == pytest.approx(after["ts"], abs=10)
     assert sum(phase["dur"] for phase in (wait, train, sync, log)) == pytest.approx(10e6)
     assert weights["args"] == {"version": 4}
+
+
+def test_a_restart_ends_what_the_kill_interrupted(tmp_path: Path) -> None:
+    """Lost groups end with their process, the server has the checkpoint's version, and the run has
+    not "ended early"."""
+    first, _ = start(Trace, tmp_path)
+    first.on_event("start", 7, {})
+    first.on_end(KeyboardInterrupt())
+    start(Trace, tmp_path, step=3)
+    found = read_timeline(read(tmp_path))
+    assert found["groups"][0]["end"] < found["weights"][0][0]
+    assert (found["end"], found["weights"][0][1]) == ("", 3)
 
 
 def test_a_failure_is_the_last_record(tmp_path: Path) -> None:

@@ -179,9 +179,10 @@ def test_a_request_runs_to_its_length(server: Server) -> None:
     assert_spans(answer, [server.version()])
 
 
-@pytest.mark.parametrize(
-    "params", [{}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_p": 0.6, "top_k": 5}]
-)
+SAMPLED = [{}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_p": 0.6, "top_k": 5}]
+
+
+@pytest.mark.parametrize("params", SAMPLED)
 def test_logprobs_are_those_of_the_trainer(server: Server, params: dict[str, Any]) -> None:
     """log_softmax(logits / temperature); top_p and top_k only change which token is drawn."""
     server.check(server.generate(12, **params), temperature=params.get("temperature", 1.0))

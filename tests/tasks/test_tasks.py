@@ -137,9 +137,10 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
     assert sorted(explored) == sorted(found)
 
 
-@pytest.mark.parametrize(
-    "answer", ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"]
-)
+WRITTEN = ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"]
+
+
+@pytest.mark.parametrize("answer", WRITTEN)
 def test_what_is_no_guess(answer: str | None) -> None:
     """An answer counts as a guess only if it is a single number from 1 to 6."""
     assert guess.parse(answer) is None

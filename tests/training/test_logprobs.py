@@ -59,9 +59,8 @@ def test_half_precision_weights_get_gradients_of_their_type():
     """log p is float32, the gradient of a bfloat16 weight bfloat16."""
     hidden, weight, ids, temperatures = make()
     expected = plain(hidden, weight, ids, temperatures)[0].float()
-    half_hidden, half_weight = (
-        x.detach().to(DEVICE, torch.bfloat16).requires_grad_() for x in (hidden, weight)
-    )
+    halves = (x.detach().to(DEVICE, torch.bfloat16) for x in (hidden, weight))
+    half_hidden, half_weight = (half.requires_grad_() for half in halves)
     logp, _ = token_logprobs(half_hidden, half_weight, ids.to(DEVICE), temperatures.to(DEVICE))
     logp.sum().backward()
     assert logp.dtype == torch.float32
