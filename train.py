@@ -235,11 +235,11 @@ class PPOTrainer:
         actor, engine = self.run.actor, self.run.engine
         meta = self.meta.with_version(version)
         actor.write_weights(meta)  # mode disk writes files while the servers still generate
-        if engine is not None:
+        if engine:
             engine.pause()
         actor.update_weights(meta)
         actor.set_version(version)
-        if engine is not None:
+        if engine:
             engine.set_version(version)  # the gate has B more places
             engine.resume()
 

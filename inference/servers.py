@@ -25,7 +25,6 @@ from inference.io_struct import EngineError
 from inference.wire import PerLoop, make_session
 
 CALL_TIMEOUT = 60.0  # seconds for a call that generates nothing
-CONNECT_TIMEOUT = 10.0
 
 
 def rank_servers(servers: list[str], group: str) -> list[str]:
@@ -56,7 +55,7 @@ class Servers:
         """
         session = await self._session.get()
         method = "GET" if body is None else "POST"
-        limits = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
+        limits = aiohttp.ClientTimeout(timeout, sock_connect=10.0)
         options = {"headers": self._headers, "timeout": limits, "allow_redirects": False}
         try:
             async with session.request(method, url, json=body, **options) as response:

@@ -18,8 +18,6 @@ from cache import finite
 from inference.wire import PerLoop
 from rollout.workers import WorkerPool, within
 
-PROCESSES = 4
-
 
 @functools.cache
 def pools(users: str, size: int) -> PerLoop:
@@ -47,6 +45,6 @@ class AsyncRewardWrapper:
         if inspect.iscoroutinefunction(self.reward_fn):
             work = self.reward_fn(*args, **kwargs)
             return finite(await within(self.timeout_seconds, work, words))
-        async with (await pools("rewards", PROCESSES).get()).worker() as call:
+        async with (await pools("rewards", 4).get()).worker() as call:
             work = call(self.reward_fn, *args, **kwargs)
             return finite(await within(self.timeout_seconds, work, words))

@@ -33,8 +33,6 @@ from inference.serve import free_port
 from rollout.workers import bypass
 from run.config import ROOT, ConfigError, TrainConfig, has_bfloat16
 
-GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-
 # Variables that a child does not inherit. With torchrun's variables, a child of rank 0 would act as
 # a rank. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools refuse.
 DROPPED = re.compile(
@@ -101,7 +99,7 @@ class Child:
         """Send SIGTERM to the process, then SIGKILL to its process group."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE_SECONDS)
+            self.process.wait(5.0)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

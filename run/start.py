@@ -32,9 +32,6 @@ from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load, resolve
 from run.inputs import find_model
 from run.launch import Child, plan_servers, visible_gpus
 
-DEATH_SECONDS = 0.5  # after its connections close, a killed process ends within this time
-RANK_SECONDS = 60  # all ranks read the same command within this time
-
 
 def revision() -> str:
     """The git commit of this checkout, or ""."""
@@ -148,7 +145,10 @@ class Run:
 
         death = None
         if isinstance(error, Exception):
-            time.sleep(DEATH_SECONDS)  # to find out whether a server or the proxy has died
+            if "LOCAL_RANK" in os.environ:
+                # torchrun sends SIGTERM if another rank has failed. This must not stop the cleanup.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(0.5)  # to find out whether a server or the proxy has died
             death = next((c.death() for c in self.children if c.process.poll()), None)
         with self.stack:
             self.call("on_end", error)
@@ -189,7 +189,7 @@ def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
         return make(config, force=options.force)
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(RANK_SECONDS)  # rank 0 prints the error, and torchrun then ends this rank
+            time.sleep(60)  # rank 0 prints the error, and torchrun then ends this rank
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

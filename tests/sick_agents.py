@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import subprocess
 import threading
 from typing import Any
@@ -30,6 +31,15 @@ groups = itertools.count()
 def accept_once(_: Any) -> bool:
     """Accepts the first group that ends, so a step waits for ever for a second one."""
     return next(groups) == 0
+
+
+class FailsOnRank1:
+    """A callback."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def on_step(self, metrics: Any) -> None:
+        assert os.environ["RANK"] == "0"
 
 
 class RaisingAgent(GuessAgent):

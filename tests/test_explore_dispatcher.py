@@ -124,9 +124,10 @@ def test_a_real_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: i
             conform(records, mode, bounds)
 
 
-@pytest.mark.parametrize(
-    ("start", "versions", "consumed"), [(0, [2, 1], 3), (2, [1, 2], 3), (2, [2, 4], 3)]
-)
+WRONG = [(0, [2, 1], 3), (2, [1, 2], 3), (2, [2, 4], 3)]
+
+
+@pytest.mark.parametrize(("start", "versions", "consumed"), WRONG)
 def test_a_version_outside_of_its_group_is_found(start: int, versions: list, consumed: int) -> None:
     """Tokens have versions from the start of their group to its step."""
 

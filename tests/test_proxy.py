@@ -214,6 +214,8 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 
 # ---- wrong requests
 
+KINDS = ["application/json", "application/x-www-form-urlencoded", "text/plain"]
+
 
 @pytest.mark.parametrize(
     ("content", "status"),
@@ -228,9 +230,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
         (b'{"messages": [{"role": "user", "content": "hi"}]}', 200),
     ],
 )
-@pytest.mark.parametrize(
-    "content_type", ["application/json", "application/x-www-form-urlencoded", "text/plain"]
-)
+@pytest.mark.parametrize("content_type", KINDS)
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:

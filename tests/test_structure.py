@@ -99,7 +99,6 @@ def test_no_module_imports_itself_through_others() -> None:
 
 def test_importing_some_does_not_load_torch() -> None:
     """The proxy starts without torch, and so do the ideas that need no tensors."""
-    code = (
-        "import sys, engine, cache, proxy, run.start, staleness; sys.exit('torch' in sys.modules)"
-    )
+    modules = "engine, cache, proxy, run.start, staleness"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(hours=2)  # how long a rank waits, for example for a batch
-
 
 def join_ranks() -> None:
     """Make torch's default process group; without torchrun it has one rank. A second call does
@@ -32,7 +30,8 @@ def join_ranks() -> None:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         # Gloo must listen on the loopback interface, and not on the hostname's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(backend, timeout=PATIENCE, **alone)
+    # A rank may wait for hours, for example for a batch.
+    dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
 
 
 def share(make: Callable[[], Any]) -> Any:

@@ -72,9 +72,8 @@ def client_of(name: str, content: bytes, status: int = 200) -> Any:
     """A client of the protocol's official SDK, which gets `content` as every reply."""
     kind = "text/event-stream" if status == 200 else "application/json"
     http: Any = httpx2 if name == "messages" else sdk_http
-    transport = http.MockTransport(
-        lambda _: http.Response(status, content=content, headers={"content-type": kind})
-    )
+    how: Any = {"content": content, "headers": {"content-type": kind}}
+    transport = http.MockTransport(lambda _: http.Response(status, **how))
     options: Any = {"api_key": "k", "base_url": "http://proxy", "max_retries": 0}
     sdk: Any = anthropic.Anthropic if name == "messages" else openai.OpenAI
     return sdk(http_client=http.Client(transport=transport), **options)

@@ -121,9 +121,10 @@ class Server:
         self.done("/update_weights_from_disk", **body | more)
 
 
-@pytest.fixture(
-    scope="module", params=["url"] if URL else ["tiny", *(["sglang"] if SGLANG else [])]
-)
+SERVERS = ["url"] if URL else ["tiny", *(["sglang"] if SGLANG else [])]
+
+
+@pytest.fixture(scope="module", params=SERVERS)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -92,9 +92,8 @@ def test_a_command_ends_with_its_parent(parent: Any) -> None:
 @pytest.mark.parametrize("ending", ["exit", "SIGTERM"])
 def test_the_code_of_a_command_comes_back(ending: str) -> None:
     """with_parent exits with the code of its command. SIGTERM ends the whole process group."""
-    code = (
-        "import sys, time; print(1, flush=True); 'exit' in sys.argv and sys.exit(3); time.sleep(60)"
-    )
+    code = "import sys, time; print(1, flush=True); 'exit' in sys.argv and sys.exit(3);"
+    code += "time.sleep(60)"
     words = [sys.executable, "-m", "inference.with_parent", sys.executable, "-c", code, ending]
     pipe: Any = {"stdout": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(words, cwd=ROOT, **pipe) as process:

@@ -37,7 +37,6 @@ def columns(*args, function, self):
 def torch_is_there(*args):
     return "torch" in sys.modules
 def leaves(path):
-    """Starts a daemon and ends."""
     if child := os.fork():
         open(path, "w").write(str(child))
         os._exit(3)

@@ -163,10 +163,11 @@ def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) ->
     assert_gone(pids)
 
 
+REASONS = [("RaisingAgent", "OSError('no board"), ("NoneAgent", "none was accepted")]
+
+
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    ("agent", "reason"), [("RaisingAgent", "OSError('no board"), ("NoneAgent", "none was accepted")]
-)
+@pytest.mark.parametrize(("agent", "reason"), REASONS)
 def test_an_agent_that_never_works_ends_the_run(tmp_path: Path, agent: str, reason: str) -> None:
     """The run ends with a line that names the first failure, and with the command that goes on."""
     words = [*SMALL_GUESS, f"workflow=sick_agents.{agent}", "max_steps=3"]

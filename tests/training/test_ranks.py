@@ -42,10 +42,15 @@ def torchrun(n: int, *words: str) -> list[str]:
 
 @pytest.mark.runs
 def test_two_ranks_run_the_demo_with_its_callbacks(tmp_path: Path) -> None:
-    """Every rank has the same metrics, which a report needs after ten steps."""
-    words = ["max_steps=10", "gconfig.n_samples=2", f"fileroot={tmp_path}", "trial_name=t"]
-    subprocess.run(torchrun(2, "train.py", *words), cwd=ROOT, check=True, timeout=600)
+    """Every rank has the same metrics, which a report needs after ten steps. If rank 1 fails, rank
+    0 still ends its callbacks."""
+    words = ["train.py", "gconfig.n_samples=2", f"fileroot={tmp_path}", "trial_name=t"]
+    options: Any = {"cwd": ROOT, "timeout": 600, "env": environment()}
+    subprocess.run(torchrun(2, *words, "max_steps=10"), check=True, **options)
     assert (tmp_path / "guess/t/metrics.jsonl").read_text().count("\n") == 10
+    words += ["max_steps=12", "callbacks=[extras.report.Report,sick_agents.FailsOnRank1]"]
+    assert subprocess.run(torchrun(2, *words), **options).returncode == 1
+    assert '"error"' in (tmp_path / "guess/t/trace.json").read_text()
 
 
 def environment() -> dict[str, str]:
@@ -188,10 +193,11 @@ def run_ranks(n: int, program: str, model_dir: Path, out: Path) -> None:
     assert done.returncode == 0, output
 
 
+CASES = [(4, "work_numbers", False), (2, "work_frozen", True)]
+
+
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    ("n", "program", "tied"), [(4, "work_numbers", False), (2, "work_frozen", True)]
-)
+@pytest.mark.parametrize(("n", "program", "tied"), CASES)
 def test_ranks_share_a_model_and_compute_what_one_computes(
     tmp_path: Path, n: int, program: str, tied: bool
 ) -> None:
