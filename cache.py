@@ -83,7 +83,8 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    # 1 + the parent's; without a parent, 1 + the largest of the calls that it names or copies, or 0
+    # The parent's turn_id plus 1. Without a parent: 0, or the largest turn_id of the calls that
+    # this call names or copies, plus 1.
     turn_id: int = 0
     digest: int = 0  # of all messages
     # the calls whose answers this call has read: its parent, and those that a session adds

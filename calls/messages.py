@@ -22,7 +22,7 @@ begins a new conversation.
 (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
-blocks become a placeholder, because the client repeats them in every later call.
+blocks become a placeholder. A client repeats them in every call, so a refusal would end its chat.
 """
 
 import contextlib

@@ -136,7 +136,7 @@ class PromptBuilder:
         """Split control tokens in tools, and in messages that no assistant wrote."""
 
         def broken(control: re.Match) -> str:
-            return BREAK.join(re.findall(r"\\?.", control[0]))  # between characters of JSON
+            return BREAK.join(re.findall(r"\\u....|\\?.", control[0]))  # between characters of JSON
 
         def split(thing: Any) -> Any:
             return orjson.loads(self._control.sub(broken, orjson.dumps(thing).decode()))

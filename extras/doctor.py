@@ -72,6 +72,10 @@ class Rule(NamedTuple):
     unit: Callable[[Any], float] = lambda config: 1.0  # of the limit
 
 
+def rounding(config: Any) -> float:
+    return ROUNDING[config.actor.dtype]
+
+
 def fraction(lines: list[Record], part: str, *whole: str) -> float:
     total = sum(line[metric] for line in lines for metric in whole)
     return sum(line[part] for line in lines) / total if total else 0.0
@@ -127,7 +131,7 @@ RULES = (
         "A server does not have the trainer's weights: after a weight update, the two computed "
         "different log-probabilities of the same test tokens. Compare the version that each server "
         "reports at GET /server_info with the step, and read the servers' logs.",
-        lambda c: ROUNDING[c.actor.dtype],
+        rounding,
     ),
     Rule(
         "unchanged_weights",
@@ -146,7 +150,7 @@ RULES = (
         "Server and trainer disagree on log-probabilities although their weights are equal, so "
         "every importance weight is wrong. Give both the same number format, and compare their "
         "attention masks, packing, positions and temperatures.",
-        lambda c: ROUNDING[c.actor.dtype],
+        rounding,
     ),
     Rule(
         "lag",

@@ -84,9 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m extras.episode")
     add = parser.add_argument
     add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
-    add(
-        "--data", type=json.loads, help="JSON object: a line of the data; default: its task's first"
-    )
+    add("--data", type=json.loads, help="JSON object: a line of the data; default: the first")
     add("--kwargs", type=json.loads, default={}, help="JSON object: arguments of the class")
     add("--model-path", required=True, help="folder or hub name of the model, or smollm2")
     add("--server", help="URL of a running server; default: start a small one with the model")

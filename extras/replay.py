@@ -6,8 +6,8 @@
 Two runs with the same seed differ, because a weight update may interrupt a completion at token 57
 in one and at token 61 in the other. The rest is fixed. The seed gives the prompts. Seed, call name
 and token position give every random number. In float32 on one thread, the small server computes the
-same bits for a completion, whatever else runs and however often it is interrupted. A step depends
-only on weights and batch. So configuration and schedule.jsonl determine a run:
+same bits for a completion, whatever else runs and however often it is interrupted. A training step
+depends only on the weights and the batch. So configuration and schedule.jsonl determine a run:
 
     {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     begins after step 0
     {"start":7,"version":2}                                            task 7 starts at version 2

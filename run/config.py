@@ -412,7 +412,8 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     for name in options.config or ["demo"]:
         path = Path(name) if Path(name).is_file() else ROOT / "configs" / f"{name}.yaml"
         with one_line(f"--config {name}"):
-            merge(settings, flatten(yaml.safe_load(path.read_text()) or {}))
+            if recipe := yaml.safe_load(path.read_text()):
+                merge(settings, flatten(recipe))
     words: list[Any] = []
     for word in options.words:
         name, _, value = word.partition("=")

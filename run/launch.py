@@ -96,7 +96,8 @@ class Child:
         threading.Thread(target=wait, daemon=True).start()
 
     def end(self) -> None:
-        """Send SIGTERM to the process, then SIGKILL to its process group."""
+        """Send SIGTERM to the process. When it has ended, or after 5 s, send SIGKILL to its process
+        group."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)

@@ -146,7 +146,7 @@ class Run:
         death = None
         if isinstance(error, Exception):
             if "LOCAL_RANK" in os.environ:
-                # torchrun sends SIGTERM if another rank has failed. This must not stop the cleanup.
+                # If another rank fails, torchrun sends SIGTERM, which must not stop the cleanup.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(0.5)  # to find out whether a server or the proxy has died
             death = next((c.death() for c in self.children if c.process.poll()), None)

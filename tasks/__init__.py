@@ -3,6 +3,5 @@ cases a small base model.
 
 Read guess.py first (the demo), then calculator.py (a tool, for the pretrained model of smollm2.py),
 maze.py (long answers) and gsm8k.py (mathematics, for a GPU). base_model.py trains the small models
-of guess.py and maze.py. run/inputs.py lists the names that a
-task's module defines.
+of guess.py and maze.py. run/inputs.py lists the names that a task's module defines.
 """

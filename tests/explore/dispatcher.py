@@ -125,9 +125,8 @@ class DispatchMachine:
         """A process that has just started."""
         b = self.bounds
         gate = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
-        world.state = self.dispatcher.DispatchState(
-            gate, lambda group: group.oldest, self.mode, without_older, 10**6
-        )
+        how: Any = (lambda group: group.oldest, self.mode, without_older, 10**6)
+        world.state = self.dispatcher.DispatchState(gate, *how)
         world.cursor = self.Cursor()
         start = {"_next_id": 0, "_closed": frozenset(), "gate": gate}
         vars(world.cursor).update(start, dispatcher=world.state)

@@ -326,8 +326,8 @@ def test_whatever_an_episode_raises_is_its_own_failure(make_stage, error):
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
-    """Running episodes clean up, nothing starts in their place, and the thread ends. The thread
-    ends even if tasks that an agent has made call sys.exit or raise KeyboardInterrupt."""
+    """Running episodes clean up, nothing starts in their place, and the thread ends, even if an
+    agent has made tasks that call sys.exit or raise KeyboardInterrupt."""
 
     async def exits(seconds: float, error: type[BaseException] = SystemExit) -> None:
         try:

@@ -90,11 +90,12 @@ def test_help(option: str, least: int, most: int, capsys: pytest.CaptureFixture[
 
 def test_later_words_win(tmp_path: Path) -> None:
     """Words override the last recipe, which overrides the first, which overrides the defaults."""
-    recipe, second = tmp_path / "recipe.yaml", tmp_path / "second.yaml"
+    recipe, second, empty = (tmp_path / f"{name}.yaml" for name in ("recipe", "second", "empty"))
+    empty.touch()
     recipe.write_text("max_steps: 3\nseed: 5\nsaver: 1\nactor: {eps_clip: 0.3}\n")
     second.write_text("seed: 6\nworkflow_kwargs: {any: {gpt-4.1: 1}}\n")
     words = ["max_steps=4", "workflow_kwargs.other=x", "rollout.server_addrs=[http://127.0.0.1:9]"]
-    words += ["saver.interval=7", "gconfig={top_k: 3}", "mode=eval"]
+    words += ["saver.interval=7", "gconfig={top_k: 3}", "mode=eval", "--config", str(empty)]
     config = config_of("seed=7", "--config", str(recipe), "--config", str(second), *words)
     assert (config.max_steps, config.seed, config.actor.eps_clip) == (4, 7, 0.3)
     assert config.workflow_kwargs == {"any": {"gpt-4.1": 1}, "other": "x"}

@@ -42,8 +42,8 @@ def torchrun(n: int, *words: str) -> list[str]:
 
 @pytest.mark.runs
 def test_two_ranks_run_the_demo_with_its_callbacks(tmp_path: Path) -> None:
-    """Every rank has the same metrics, which a report needs after ten steps. If rank 1 fails, rank
-    0 still ends its callbacks."""
+    """All ranks give a step's metrics to their callbacks; the report reads them at step 10. If rank
+    1 fails, rank 0 still calls on_end."""
     words = ["train.py", "gconfig.n_samples=2", f"fileroot={tmp_path}", "trial_name=t"]
     options: Any = {"cwd": ROOT, "timeout": 600, "env": environment()}
     subprocess.run(torchrun(2, *words, "max_steps=10"), check=True, **options)
