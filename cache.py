@@ -8,7 +8,7 @@ The agent sends the whole conversation with every call, so a later call repeats 
 
 **The tree is a dict**, `_conversations`. A finished interaction is stored under the digest of its
 conversation: its messages and its output. A new call looks up the digest of every prefix of its
-messages. The longest prefix found is the parent's conversation. So B and C find their parent A.
+messages. The longest prefix found is the parent's conversation, so B and C find their parent A.
 Messages are compared in `canonical` form (calls/messages.py), because clients rewrite the JSON of
 earlier messages.
 
@@ -22,7 +22,7 @@ calls/sessions.py finds these links, and side conversations, such as a request f
 gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1.
 
 **Rows.** A call that is part of a row is called a **turn**. In style "individual", each turn is a
-row of its own. In style "concat", each leaf and the turns that led to it are one row, for example:
+row of its own. In "concat", each leaf of the tree and the turns that led to it are one row:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -53,7 +53,7 @@ LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
 
 def finite(reward: Any, what: str = "reward") -> float:
     """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for NaN, for
-    a number that is too large, and for anything that is no number."""
+    a number that is too large, and for anything that is not a number."""
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
@@ -83,8 +83,8 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    # The parent's turn_id plus 1. Without a parent: 0, or the largest turn_id of the calls that
-    # this call names or copies, plus 1.
+    # The parent's turn_id plus 1. A call without a parent gets 0 or, if it names or copies calls,
+    # the largest of their turn_ids plus 1.
     turn_id: int = 0
     digest: int = 0  # of all messages
     # the calls whose answers this call has read: its parent, and those that a session adds
@@ -154,8 +154,8 @@ class InteractionWithTokenLogpReward:
 
 
 def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Rebuild an interaction, with its final reward and its row. `exported` has only the ids of
-    the parent and of the calls that it reads, so calls/client.py sets `parent` and `reads`."""
+    """Rebuild an interaction, with its final reward and its row. `exported` has only the ids of the
+    parent and of the calls that were read, so calls/client.py sets `parent` and `reads`."""
     fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
     response = ModelResponse(**exported["model_response"])
     return InteractionWithTokenLogpReward(**fields, model_response=response)
@@ -165,9 +165,9 @@ Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
 
 
 def extend(digest: int, message: Message) -> int:
-    """Return a conversation's digest after one more message. An empty conversation has the
-    digest 0. Python's hash has 64 bits, so collisions are unlikely. The hash has a random key, so
-    nobody can construct a collision."""
+    """Return a conversation's digest after one more message. An empty conversation has the digest
+    0. Python's hash has 64 bits and a random key, so a collision is unlikely, and nobody can
+    construct one."""
     return hash((digest, canonical(message)))
 
 
@@ -221,8 +221,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def find(self, interaction_id: str | None, what: str) -> Interaction:
-        """Return the finished call with this id. If the id is None, return the latest finished
-        call that is no side conversation. Raises Refusal if there is no such call."""
+        """Return the finished call with this id. If the id is None, return the latest finished call
+        that is not a side conversation. Raises Refusal if there is no such call."""
         latest = (call for call in reversed(self.values()) if call.complete and not call.is_side)
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
@@ -240,8 +240,8 @@ class InteractionCache(dict[str, Interaction]):
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace every reward r(i) by the final R(i). A call that continues i always counts in the
-        mean. A call that copies or names i's answer counts only if it leads to a reward: otherwise,
-        a client may have made the call for itself. Raises Refusal for a wrong discount, and
+        mean. A call that copies or names i's answer counts only if it leads to a reward, because a
+        client may have made it for its own purposes. Raises Refusal for a wrong discount, and
         RuntimeError if the rewards are already final."""
         gamma = finite(turn_discount, "discount")
         if not 0 <= gamma <= 1:
@@ -264,9 +264,8 @@ class InteractionCache(dict[str, Interaction]):
     # ---- export
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions that become rows. With style "individual", these are all finished
-        interactions. With "concat", there is one for each leaf (`join_turns`). Raises Refusal for
-        any other style."""
+        """Return the interactions that become rows: with style "individual" all finished ones, with
+        "concat" one for each leaf (`join_turns`). Raises Refusal for any other style."""
         check_style(style)
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
@@ -289,9 +288,8 @@ def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return one row for each leaf: a copy of the leaf, with the row's turns in `row_turns`. If
-    several rows share a turn, only the first of these rows trains it. Let `first` be the first turn
-    that a row trains. Then the row's `parent` is the row that trains `first.parent`, or None if
-    `first` has no parent."""
+    several rows share a turn, only the first of these rows trains it. A row's `parent` is the row
+    that trains the parent of its first trained turn, or None if this turn has no parent."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
@@ -331,9 +329,9 @@ NOT_SAMPLED = {
 def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
     """Return the row of a conversation, as in the table of rollout/trajectory.py.
 
-    `turns` has pairs (turn, whether this row trains it). A turn is in the row but left out of the
-    loss if it is a side conversation without a reward, or if the trainer cannot reproduce its
-    sampling.
+    `turns` has pairs (turn, whether this row trains it). A turn stays in the row, but is left out
+    of the loss, if it is a side conversation without a reward or if the trainer cannot reproduce
+    its sampling.
     """
     leaf = turns[-1][0]
     last = leaf.tokens

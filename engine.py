@@ -1,7 +1,7 @@
 """The engine gets completions from the inference servers, even across weight updates.
 
 The servers generate while the trainer works. When the trainer has new weights, thousands of
-completions are unfinished. Waiting for the longest completion would leave GPUs idle. Discarding the
+completions are unfinished. Waiting for the longest would leave GPUs idle, and discarding the
 unfinished ones would waste work and favour short answers. So an unfinished completion keeps its
 tokens, and the new weights compute the next ones (a **partial rollout**). Every token carries the
 version of the weights that computed it:
@@ -11,15 +11,15 @@ version of the weights that computed it:
     output_versions   3     3     3     4     4     4      the update came after token c
 
 The loss needs no special case for such a completion, because it weights every token by that token's
-own log-probability (ppo.py). A run has two engines: the proxy's generates for agents, and the
-trainer's controls the servers. The latter generates only for workflows without an agent.
+own log-probability (ppo.py). A run has two engines: one in the proxy generates for agents, and one
+in the trainer controls the servers and generates only for workflows without an agent.
 
 `agenerate` builds a completion from **segments**: a segment is the answer to one POST /generate.
 The pause mode says how an update interrupts the servers:
 
 - `retract` (default): a server keeps a request's tokens but drops their KV cache, which the old
   weights computed. After the update it recomputes the cache and continues. The engine gets one
-  segment, which says for every token which version computed it.
+  segment, which names the version of every token.
 - `abort`: the server returns the tokens so far. The engine sends the prompt and these tokens again,
   and the new request waits at the server until the update is over.
 
@@ -27,12 +27,11 @@ The pause mode says how an update interrupts the servers:
 request runs. SGLang before 0.5.19 reports only the version at the end of a segment. If a server
 is that old, the engine uses `abort`, so that all tokens of a segment have one version.
 
-**Hooks** run before and after every segment. extras/replay.py uses hooks to record and repeat a
-run.
+**Hooks** run before and after every segment. extras/replay.py uses them to record and repeat a run.
 
-**Limits** of `abort`: a stop string that spans two segments is not found. A penalty for repeated
-tokens counts only the current segment's tokens. **Failures**: if a server fails, the engine asks
-the next server, at most `request_retries` times per segment.
+**Limits** of `abort`: a stop string that spans two segments is not found, and a penalty for
+repeated tokens counts only the current segment's tokens. **Failures**: if a server fails, the
+engine asks the next server, at most `request_retries` times per segment.
 """
 
 import asyncio
@@ -157,8 +156,9 @@ class RemoteInfEngine:
         """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # A request's id begins with its episode ("7-3" for call "7-3.1"), because the small server
-        # lets episodes take turns. A random suffix makes the id unique, as an abort needs it.
+        # A request's id begins with its episode ("7-3" for call "7-3.1"), by which the small server
+        # lets episodes take turns. A random suffix makes the id unique, so that an abort ends only
+        # this request.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)
@@ -189,8 +189,8 @@ class RemoteInfEngine:
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Read the servers' limits, and test every server with one token. Raises EngineError if an
-        answer lacks logprobs or a numeric version. AReaL's `initialize` has arguments, so this
-        method accepts arguments, but ignores them."""
+        answer lacks logprobs or a numeric version. The arguments, which AReaL's `initialize` has,
+        are ignored."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
@@ -220,8 +220,8 @@ class RemoteInfEngine:
         weights.send(meta, self.servers.post_all, buckets)
 
     def set_version(self, version: int) -> None:
-        """Note that all servers have `version`. The trainer's engine also tells the proxy's, and
-        lets the gate admit more groups."""
+        """Record that all servers have `version`. The trainer's engine also tells the proxy's
+        engine, and lets the gate admit more groups."""
         self._version = self.servers.newest = self.servers.trainer_version = version
         if self.proxy is not None:
             Servers(*self.proxy).post_all("/set_version", {"version": version})

@@ -20,8 +20,8 @@ can gain, but not what it can lose: if A < 0 and u is large, the minimum in J is
 can dominate the step. With `c_clip` (dual clip), this minimum is at least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
-those of the turn's cell: all turns of its group with the same number. For example, all second turns
-of a group form a cell. All tokens of a turn get its A. There is no critic.
+those of the turn's cell: all turns of its group with the same number, such as all second turns. All
+tokens of a turn get its A. There is no critic.
 
 `actor.loss` and `actor.advantages` may name other functions with the same arguments
 (extras/losses.py, extras/advantages.py).
@@ -37,7 +37,7 @@ from torch import Tensor
 
 
 def log_ratio(logp: Tensor, other_logp: Tensor, mask: Tensor | bool = True) -> Tensor:
-    """Return logp - other_logp where `mask` is set, else 0. If both are -inf, return 0 too."""
+    """Return logp - other_logp, or 0 where `mask` is not set or both are -inf."""
     both_zero = logp.isinf() & (logp == other_logp)
     return torch.where(mask & ~both_zero, logp - other_logp, 0.0)
 
@@ -60,7 +60,7 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss -J and its metrics. All tensors of tokens have one shape, (B, T) or flat.
+    """Return the loss -J and its metrics. All per-token tensors have one shape, (B, T) or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
     has one old policy, so its `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are
@@ -95,8 +95,8 @@ def ppo_actor_loss_fn(
 
 
 def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row and the turn id of each trained turn, (N,). Also return, for each trained
-    token, the index of its turn, (M,). Tokens are in the order of the batch, row after row."""
+    """Return the row and the turn id of each trained turn, (N,), and the index of each trained
+    token's turn, (M,). Tokens are in the order of the batch, row after row."""
     trained = batch["loss_mask"] > 0  # (B, T)
     key = trained.nonzero()[:, 0] * 2**32 + batch["turn_ids"][trained]  # (M,)
     turns, turn_of = torch.unique_consecutive(key, return_inverse=True)
@@ -130,7 +130,7 @@ def compute_advantages(
     per_turn: bool = True,
     reward_scaling: float = 1.0,
 ) -> Tensor:
-    """Return the advantages (B, T) float32, 0 where nothing is trained.
+    """Return the advantages as float32 (B, T), with 0 where nothing is trained.
 
     The batch has loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,). Untrained turns do
     not count towards the mean and std.

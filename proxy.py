@@ -1,9 +1,9 @@
 r"""The proxy answers agents as OpenAI or Anthropic would, and keeps sampled tokens for training.
 
 Training needs exactly the tokens that were sampled, with their log-probabilities. But agents send
-text, and text does not say which tokens it was. The model may have sampled `Hi` and `!` where the
-tokenizer makes one token `Hi!`, whose log-probability nobody knows. So the proxy keeps the tokens
-of every answer, and later prompts repeat them instead of tokenising the text again.
+text, which does not say from which tokens it was made. The model may have sampled `Hi` and `!`
+where the tokenizer makes one token `Hi!`, whose log-probability nobody knows. So the proxy keeps
+the tokens of every answer, and later prompts repeat them instead of tokenising the text again.
 
 Example: the model has answered "hello" with "Hi!", and the agent makes a second call:
 
@@ -12,7 +12,7 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
 
 1. calls/messages.py reads three messages and a temperature, and calls/turn.py enters the call in
    the tree of cache.py, as a child of the first call.
-2. calls/prompts.py takes the tokens of the first call as they were sampled, and renders only what
+2. calls/prompts.py takes over the tokens of the first call unchanged, and renders only what
    follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
 3. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
    the reply.
@@ -158,7 +158,7 @@ class Proxy:
         """Make the prompt of a call, generate, and read what the model wrote."""
         ask = turn.ask
         tools = [] if ask.tool_choice == "none" else ask.tools
-        # A thread tokenises a prompt that may be long, so that no other session waits.
+        # A prompt that may be long is tokenised in a thread, so that no other session waits.
         if turn.session.size > LONG:
             prompt = await asyncio.to_thread(self.prompts.prompt, turn.interaction)
         else:
@@ -189,7 +189,7 @@ class Proxy:
         if "temperature" in turn.ask.sampling:
             chosen["greedy"] = False
         chosen["stop_token_ids"] = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
-        # The members of a group must differ even if all their agents send seed 42. So each call
+        # The members of a group must differ even if all their agents send seed 42, so each call
         # gets its own seed.
         if (seed := chosen.get("seed", self.seed)) is not None:
             chosen["seed"] = call_seed(seed, session.task_id, turn.number)

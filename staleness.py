@@ -18,20 +18,20 @@ since the run began:
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
 would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group reaches age 5. To
-bound the age, rollout/dispatcher.py also chooses groups by a rule, which `rollout.stale` names:
+bound the age, rollout/dispatcher.py applies a second rule, which `rollout.stale` names:
 
 - **wait** (default) takes the groups that started first. *Proof* that no age exceeds eta: number
   the groups that keep their places, in order of start. When group p starts, at version s, groups 1
   to p hold places, so p <= (eta + s + 1) B. Step k runs at version k - 1, so step ceil(p / B) takes
   p at version ceil(p / B) - 1 <= eta + s. No token of p is older than s (inference/servers.py).
 - **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
-  tokens with a lag above eta from the loss, and drops a group if no trained token remains. But if a
-  group ends at version f, its tokens of version f are never too old. *Proof:* number the groups in
+  tokens with a lag above eta from the loss, and drops a group if no trained token remains. But the
+  tokens of the version f at which a group ends are never too old. *Proof:* number the groups in
   order of finish. As for `wait`, p <= (eta + f + 1) B, so a step takes group p by version eta + f.
 - **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 
 The proofs assume that every step consumes B groups, and that versions never fall. Otherwise the age
-check may raise StalenessError, before a step trains on a group that is too old.
+check may raise StalenessError, to keep a step from training on a group that is too old.
 """
 
 from dataclasses import dataclass, field, replace
@@ -119,7 +119,8 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Count a started group, in AReaL's word. Call this only while get_capacity is positive."""
+        """Count a group that starts; the name is AReaL's. Call this only while get_capacity is
+        positive."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:

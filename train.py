@@ -157,7 +157,7 @@ class PPOTrainer:
         start_trainer(run)
         run.wait_until_ready()
         update = config.weight_update
-        # Several runs may share update.path, so the folder's name stands for the run.
+        # Several runs may share update.path, so each gets a folder of its own.
         name = f"weights-{zlib.crc32(bytes(run.run_dir.absolute()))}"
         folder = Path(update.path or run.run_dir) / name
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -180,7 +180,7 @@ class PPOTrainer:
         version = step - 1
         clock = Clock()
 
-        # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks: the actor
+        # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks. The actor
         #    asks the engine, which asks the executor (rollout/executor.py), which asks the
         #    dispatcher. No trained token is more than eta versions old. The shapes:
         #        input_ids, loss_mask, versions, turn_ids               (rows, T) int32
@@ -262,7 +262,7 @@ class Clock:
 
 
 def train_or_evaluate(run: Run) -> None:
-    """Train or, with mode=eval, run the validation prompts and write eval.json."""
+    """Train. With mode=eval, run the validation prompts instead, and write eval.json."""
     if run.config.mode == "train":
         PPOTrainer(run.config, run).train()
         return

@@ -16,7 +16,7 @@ if it sent its rewards over HTTP. If no completion has a reward, the episode is 
 **Where agents run.** In mode inline all episodes share one agent object, so `run` must keep an
 episode's state in local variables. All episodes also share one event loop, so a blocking call
 (time.sleep, a synchronous client) delays every episode. In mode subproc each running episode has a
-process to itself. The agent may block there, but must be picklable.
+process to itself, so the agent may block, but it must be picklable.
 
 **Groups.** The members of a group run at the same time, each with its own copy of the sample. For
 example, if one of four members raises, one returns None and two make a row each, the group has two
@@ -76,7 +76,7 @@ _context: ContextVar[WorkflowContext] = ContextVar("workflow_context", default=W
 
 
 class workflow_context:
-    """The context of the running episode: `workflow_context.get().is_eval`."""
+    """Gives the context of the running episode, as in `workflow_context.get().is_eval`."""
 
     get, set = _context.get, _context.set
 
@@ -94,7 +94,7 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """The older form of `arun_episode`. It may return a tuple (result, ...)."""
+        """The older form of `arun_episode`, which may return a tuple (result, ...)."""
         raise NotImplementedError(f"{type(self).__name__} lacks arun_episode(self, engine, data)")
 
 
@@ -113,7 +113,7 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Join the turns of a conversation in one row [1, L]. The prompt of a turn must begin with the
+    """Join the turns of a conversation in one row [1, L]. Each turn's prompt must begin with the
     prompt and answer of the turn before. Every turn gets `reward`."""
     calls = [
         Interaction([], model_response=x, reward=reward, turn_id=k) for k, x in enumerate(turns)
@@ -238,7 +238,7 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# All episodes of a proxy share a client. All agents of an event loop share an AgentsClient.
+# All episodes that use the same proxy share one client of it.
 proxy_at = functools.cache(Servers)
 _agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
@@ -288,7 +288,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             elif rewards is not None:
                 await client.set_last_reward(rewards)
         interactions = await client.export_interactions(self.discount, self.export_style)
-        # rollout/evaluate.py takes the episode's reward from the last row. So side conversations,
+        # rollout/evaluate.py takes the episode's reward from the last row, so side conversations,
         # which have no reward, come first.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
@@ -301,7 +301,7 @@ def resolve_workflow(
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """Make a workflow from an agent or a workflow. Either is given as an object, class or path.
+    """Make a workflow from an agent or a workflow, given as an object, a class or a path.
 
     `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
     is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.

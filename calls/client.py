@@ -8,8 +8,8 @@
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
 After an exception in the block, the client asks the proxy to forget the session. Even if this
-request fails, the caller gets the original exception. The client repeats no request: if a
-connection is lost, the proxy has ended, and its sessions are gone.
+request fails, the caller gets the original exception. The client never repeats a request, because a
+lost connection means that the proxy has ended and its sessions are gone.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ sdk_http: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__]
 
 
 class OpenAIProxyClient:
-    """A client for one session at `proxy`. `options` go into the request that starts the session. A
-    failed request raises EngineError."""
+    """A client for one session at `proxy`. The request that starts the session includes `options`.
+    A failed request raises EngineError."""
 
     def __init__(self, proxy: Servers, task_id: str, **options: Any) -> None:
         self._proxy = proxy
@@ -69,7 +69,7 @@ class OpenAIProxyClient:
     async def export_interactions(
         self, discount: float = 1.0, style: str = "individual"
     ) -> dict[str, Interaction]:
-        """Return the interactions, with their final rewards. Then the proxy forgets the session."""
+        """Return the interactions with their final rewards. The proxy then forgets the session."""
         options = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = await self._post("/export_trajectories", **options)
         exported = answer["interactions"]

@@ -1,16 +1,16 @@
 """Bring requests of three protocols into one form.
 
 `read_request` turns a JSON body into an AgentRequest, with messages in the form that templates and
-the tree read:
+the tree (cache.py) read:
 
     {"role": "assistant", "content": "Let me see.", "tool_calls":
      [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-**Three protocols.** A conversation is a list of items. An item is a message, whose content is a
-text or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or
-item becomes a small message, and the small messages of a reply are joined. Reasoning is dropped,
-except `reasoning_content`, which templates may read. Most other fields differ only in their names.
+**Three protocols.** A conversation is a list of items: messages, whose content is a text or a list
+of blocks, and in the Responses protocol also calls and results. Each block or item becomes a small
+message, and the small messages of a reply are joined. Reasoning is dropped, except
+`reasoning_content`, which templates may read. Most other fields differ only in their names.
 
 **Equal messages.** A client may send an earlier reply again with null for "", a list of parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
@@ -18,11 +18,11 @@ role, text, calls (id, name, arguments) and a result's id. In a system message, 
 VOLATILE does not count, because some clients change it with every call. Any other changed text
 begins a new conversation.
 
-**References.** A call may send an id instead of the history (`previous_response_id`) or of an item
-(`item_reference`). `find` looks the id up in the session.
+**References.** A call may send an id in place of the history (`previous_response_id`) or in place
+of an item (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
-blocks become a placeholder. A client repeats them in every call, so a refusal would end its chat.
+blocks become a placeholder: a client repeats them in every call, so a refusal would end its chat.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ FORMS = ("response_format", "text.format", "output_config.format", "output_forma
 class AgentRequest:
     """An agent's call, in the same form for all protocols."""
 
-    messages: list[Message]  # the whole conversation, references resolved
+    messages: list[Message]  # the whole conversation, with references resolved
     model: str = "default"
     sampling: Json = field(default_factory=dict)  # fields of CallParameters that the call set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
@@ -117,7 +117,7 @@ def _first(body: Json, paths: tuple[str, ...]) -> Json | None:
 
 
 def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
-    """Yield each object of a list with its path."""
+    """Yield each object of the list `name`, with its path."""
     for i, raw in enumerate(get(body, name, list, [])):
         where = f"{name}[{i}]"
         yield as_object(raw, where), where
@@ -151,7 +151,7 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last: Message = messages[-1] if messages else {"role": ""}
-            # Pieces of one item are joined if their roles are equal, except results. Two assistant
+            # Pieces of one item with equal roles are joined, unless they are results. Two assistant
             # items in a row are joined if the second is a call or the first is empty.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
@@ -168,8 +168,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """Yield a small message for each block and each call of an item. Its content is a list with its
-    text, or an empty list if it has none. A result is not split."""
+    """Yield a small message for each block and each call of an item. The content of such a message
+    is a list with its text, or an empty list if it has none. A result is not split."""
     role, content = item.get("role"), item.get("content") or item.get("refusal") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)

@@ -9,7 +9,7 @@ where the tail is what the chat template writes between the parent's answer and 
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
+We render the stub [user "x", assistant SENTINEL] and the new messages; the tail is the text after
 SENTINEL. An end mark that the output already has is not repeated. No answer is rendered again, so
 the template cannot strip an answer's reasoning, and we train on the conversation as one sequence.
 
@@ -63,8 +63,8 @@ class PromptBuilder:
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
-        # The parent's tokens are kept if `splices` is true and, for new messages with a tool's
-        # result, `splices_results` is true, too.
+        # The parent's tokens are kept if `splices` is true. If a tool's result is among the new
+        # messages, `splices_results` must be true, too.
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
@@ -144,14 +144,14 @@ class PromptBuilder:
         return [x if x.get("role") == "assistant" else split(x) for x in things]
 
     def encode(self, text: str) -> list[int]:
-        # Equal ids share one int object. So a token that a session keeps takes 8 bytes, not 36.
+        # Equal ids share one int object, so a token that a session keeps takes 8 bytes, not 36.
         one = self._ids.setdefault
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
         # Unless the tokenizer's settings were changed, we use its Rust part, which takes half the
-        # time of `encode` for a short text. `encode_batch_fast` computes no offsets. This method
-        # takes only batches, so we pass a batch of one text.
+        # time of `encode` for a short text. `encode_batch_fast` computes no offsets, but takes only
+        # batches, so we pass a batch of one text.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -188,7 +188,7 @@ def merge(messages: list[Message]) -> list[Message]:
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """Give every call a message of its own, with its result after it."""
+    """Give every call a message of its own, followed by the call's result."""
     single: list[Message] = []
     waiting: list[Message] = []  # calls whose results come later
     for message in messages:

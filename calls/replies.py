@@ -1,18 +1,18 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
-rebuilds the body. No text is streamed while the model writes. A stream begins with `opening`. Until
-the answer is complete, `progress` is sent every few seconds, because clients time out if they get
-nothing or only comments. The columns show what `opening`, `progress` and `stream` send:
+rebuilds the body. No text is streamed while the model writes: a stream begins with `opening`, and
+until the answer is complete, `progress` is sent every few seconds, because clients time out if they
+get nothing or only comments. The columns show what `opening`, `progress` and `stream` send:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
 All ids of a reply share a suffix <x>. In the reply chatcmpl-<x>, the first call has the id
-call_<x>_0. In the reply resp_<x>, the item of the first call has the id fc_<x>_0, and the item of
-the text has the id msg_<x>. Only chat completions show the model's reasoning. By default the
-vendors hide it in the other two protocols.
+call_<x>_0. In the reply resp_<x>, the first call is the item fc_<x>_0, and the text is the item
+msg_<x>. Only chat completions show the model's reasoning, because the vendors hide it by default in
+the other two protocols.
 
 Clients are strict: they need the fields role, index, usage and created_at, and accept no null,
 except as `content` beside tool calls. Anthropic's events need an `event:` line. Replies of the

@@ -6,7 +6,7 @@
     ended      | takes no calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
-Sessions never expire: they end with the proxy, which ends with its trainer. A session's calls are
+Sessions never expire, but the proxy that keeps them ends with its trainer. A session's calls are
 kept in memory and exported in one reply, so their number and their size are limited.
 
 **Links.** A call's reward also reaches the answers that the call has read (cache.py). A call has
@@ -18,9 +18,9 @@ whole, and the answers of the calls that its header x-pocket-areal-reads names (
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Calls
 with the same first message are judged together: they are side conversations only if all of them
-look like side conversations. So a call with a child is no side conversation: the child has the same
-first message, but does not look like a side conversation, because it has a parent. If every call of
-a session looks like a side conversation, none counts as one.
+look like one. So a call with a child is not a side conversation, because the child has the same
+first message, but also a parent. If every call of a session looks like a side conversation, none
+counts as one.
 """
 
 import itertools
@@ -117,7 +117,7 @@ class Session:
         found = [x for x, said in self.leaves.items() if x is not parent and stands(said, text)]
         if not (found or named):
             return
-        # A call that is read is no side conversation.
+        # A call that is read is not a side conversation.
         self.agent_digests |= {x.first_digest for x in found + named}
         if parent and self.links:
             results = squeeze_all(message for message in new if message["role"] == "tool")

@@ -13,9 +13,9 @@ before a call is dropped. If there is a call, white space at the end of the text
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
-**Other forms.** For other models, the key `tool_call_parser` names a function of (text, tools). It
-returns the text outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py makes
-such functions from SGLang's parsers. A call in another form cannot be forced.
+**Other forms.** For other models, the key `tool_call_parser` names a function of (text, tools),
+which returns the text outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py
+makes such functions from SGLang's parsers. A call in another form cannot be forced.
 """
 
 import json
@@ -112,10 +112,10 @@ def read_answer(
 
 
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
-    """Return the first words of a forced call, or "" if no call is forced. The words are
-    '<tool_call>\\n{"name": "f", "arguments": '. If the model may choose among several tools, the
-    words end before the tool's name. If the prompt ends with <think>, `begun` is <think>, and the
-    words first close it."""
+    """Return the first words of a forced call, or "" if no call is forced. For a tool f, they are
+    '<tool_call>\\n{"name": "f", "arguments": '. If the model may choose among several tools, they
+    end before the tool's name. If the prompt ends with <think>, `begun` is <think>, and the words
+    begin by closing it."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:

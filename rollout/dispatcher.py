@@ -1,24 +1,24 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
-A training step needs B finished groups, and the episodes of a group take seconds to minutes. So
-as many groups run at once as the staleness gate allows. `DispatchState` makes all decisions,
-without a clock, thread or lock. So bench/simulate.py can take the same decisions in virtual time,
-and tests/explore can try every order of events. `BatchTaskDispatcher` carries the decisions out in
-one event loop, where hundreds of episodes wait for tokens at the same time. Only this loop changes
-the state; the trainer's thread hands in work and waits.
+A training step needs B finished groups, and the episodes of a group take seconds to minutes, so as
+many groups run at once as the staleness gate allows. `DispatchState` makes all decisions without a
+clock, thread or lock, so bench/simulate.py can use it in virtual time, and tests/explore can try
+every order of events. `BatchTaskDispatcher` carries the decisions out in one event loop, where
+hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
+trainer's thread hands in work and waits.
 
-`_produce` starts the tasks that the gate admits, and `_run` runs one task to its end.
+`_produce` starts the tasks (one per group) that the gate admits, and `_run` runs one to its end.
 
 With rollout.stale=wait a batch takes the B unconsumed groups that started first, so one slow group
-delays the batch. With mask or drop it takes the B groups that finished first. So no group is more
-than eta versions old: with wait by the proof in staleness.py, else because `trainable` leaves out
-what is older. `take` checks every group in any case.
+delays the batch. With mask or drop it takes the B groups that finished first. No group is more than
+eta versions old: with wait by the proof in staleness.py, with mask or drop because `trainable`
+leaves out what is older. In each case, `take` checks every group.
 
 If a task returns None or raises, it is rejected and another task is drawn. The run stops after
-`max_failures` exceptions in a row. It also stops if `max_failures` groups are rejected before any
-is accepted. Once the run has stopped, every call raises the error that stopped it.
+`max_failures` exceptions in a row, or if `max_failures` groups are rejected before any is accepted.
+From then on, every call raises the error that stopped the run.
 
-A group that wait_for_task returns belongs to no batch, and nobody checks the group's age.
+A group that wait_for_task returns belongs to no batch, and its age is not checked.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class DispatchState:
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """Return a finished group, or None if it is too old. With stale=mask, first take tokens
+        """Return a finished group, or None if it is too old. With stale=mask, first leave tokens
         that are too old out of its loss."""
         if self.stale == "mask":
             return self.without_older(data, self.gate.oldest_version())
@@ -177,8 +177,8 @@ class DispatchState:
 class BatchTaskDispatcher:
     """Run tasks in an event loop, and return results that are not too old.
 
-    `task_factory(task)` makes a task's coroutine. The coroutine returns a prompt group, or None to
-    reject the task.
+    `task_factory(task)` makes a task's coroutine, which returns a prompt group, or None to reject
+    the task.
     """
 
     task_factory: Callable[[Any], Coroutine[Any, Any, Any]]
@@ -205,10 +205,10 @@ class BatchTaskDispatcher:
         return self._wait(lambda: self.state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
-        """Wait for a task. Return the task's result, or None if the task was rejected.
+        """Wait for a task, and return its result, or None if it was rejected.
 
         The task then belongs to no batch, and its place at the gate is free. Raises TimeoutError
-        after `timeout` seconds, KeyError for an unknown id.
+        after `timeout` seconds, and KeyError for an unknown id.
         """
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 

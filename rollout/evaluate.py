@@ -1,7 +1,7 @@
 """Run the validation prompts and summarise the rewards. Each prompt gets eval_gconfig.n_samples
 episodes, by default 1. During training these episodes bypass the staleness gate, and use the newest
-weights. `python train.py mode=eval` evaluates a model without training. If evaluator.base_url=URL
-is added, the command evaluates that endpoint instead (extras/endpoint.py).
+weights. `python train.py mode=eval` evaluates a model without training. With
+evaluator.base_url=URL, it evaluates that endpoint instead (extras/endpoint.py).
 """
 
 import json

@@ -20,9 +20,9 @@ and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart 
 7 again, and continues with position 8.
 
 `submit` and all dataloaders take their ids from one counter. So if a run calls `submit` or uses two
-dataloaders, ids are no longer positions in the data. Then a restart may skip the wrong samples.
+dataloaders, ids are no longer positions in the data, and a restart may skip the wrong samples.
 
-If groups of other calls hold all places at the gate, `rollout_batch` waits for ever.
+If groups of other calls hold all places at the gate, `rollout_batch` waits forever.
 """
 
 import asyncio
@@ -119,8 +119,8 @@ class WorkflowExecutor:
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def rollout_batch(self, data: Iterable[Sample], *how: Any, **named: Any) -> Trajectory:
-        """Run all prompts in `data`. The other arguments are those of `submit`. Return the accepted
-        groups as one batch, in the prompts' order."""
+        """Run all prompts in `data`, and return the accepted groups as one batch, in the prompts'
+        order. The other arguments are those of `submit`."""
         ids = [self.submit(sample, *how, **named) for sample in data]
         groups = [self.wait_for_task(i) for i in ids]
         return trajectory.concat_padded_tensors([x for x in groups if x is not None])
@@ -133,7 +133,7 @@ class WorkflowExecutor:
         should_accept_fn: Accept = None,
         group_size: int | None = None,
     ) -> Trajectory:
-        """Return the next training batch: dataloader.batch_size groups."""
+        """Return the next training batch, which has dataloader.batch_size groups."""
         size = dataloader.batch_size
         expected = self.gate.consumer_batch_size
         if size != expected:

@@ -21,8 +21,9 @@ from rollout.workers import WorkerPool, within
 
 @functools.cache
 def pools(users: str, size: int) -> PerLoop:
-    """Return the object that gives each event loop a pool of at most `size` processes. `users` are
-    agents or rewards: agents may hold their processes for an hour, and rewards must not wait."""
+    """Return the object that gives each event loop a pool of at most `size` processes. The `users`,
+    "agents" or "rewards", have separate pools, because an agent may hold its process for an hour,
+    and rewards must not wait."""
     return PerLoop(lambda: WorkerPool(size), WorkerPool.aclose)
 
 
@@ -31,9 +32,9 @@ class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids,
     completion_ids, **data)`.
 
-    If a plain function raises, the wrapper raises RuntimeError. If a coroutine function raises, the
-    wrapper raises the same exception. After the time limit the wrapper raises TimeoutError. A plain
-    function must be importable in another process.
+    If a plain function raises, the wrapper raises RuntimeError, but an exception of a coroutine
+    function passes through. After the time limit the wrapper raises TimeoutError. A plain function
+    must be importable in another process.
     """
 
     reward_fn: Callable[..., Any]

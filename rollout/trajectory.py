@@ -21,7 +21,7 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. No tenso
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 
-A workflow returns at least input_ids and attention_mask. `complete` adds the rest but not logprobs.
+A workflow returns at least input_ids and attention_mask. `complete` adds the rest except logprobs.
 Without loss_mask, no token is trained. Without turn_ids, all trained tokens of a row form one turn.
 """
 
@@ -78,7 +78,7 @@ def head_version(traj: Trajectory) -> int | None:
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
-    """Take tokens older than `oldest` out of the loss. Return None if this takes the last one."""
+    """Take tokens older than `oldest` out of the loss, and return None if that leaves none."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
     nothing_left = old.any() and not mask.any()
@@ -108,10 +108,10 @@ def check_trajectory_format(traj: Any) -> None:
 def complete(
     traj: Trajectory, task_id: int, version: int = 0, temperature: float = 1.0
 ) -> Trajectory:
-    """Add every missing key of the table above but logprobs, which nothing can replace, and convert
-    the given tensors to its dtypes. If `versions` is missing, sampled tokens get `version`, the
-    version at the episode's start. No sampled token can be older. If `temperatures` is missing,
-    sampled tokens get `temperature`.
+    """Add every missing key of the table above except logprobs, which nothing can replace, and
+    convert the given tensors to the table's dtypes. If `versions` is missing, sampled tokens get
+    `version`, the version at the episode's start, because none can be older. If `temperatures` is
+    missing, sampled tokens get `temperature`.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}

@@ -1,7 +1,7 @@
 """Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
-Such code may compute for minutes, hang or crash. If it ran in the event loop that all episodes
-share, it would stop every episode. So a pool runs each call in a process that can be killed:
+Such code may compute for minutes, hang or crash. In the event loop that all episodes share, it
+would stop every episode, so a pool runs each call in a process that can be killed:
 
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
@@ -10,12 +10,12 @@ If the `with` block succeeds, its process serves later blocks, and global variab
 values. If the block ends with an exception, a timeout or a cancellation, the process and its whole
 process group are killed.
 
-A call is sent as a pickle that names the function. So the process imports the function's module,
+A call is sent as a pickle that names the function, so the process imports the function's module,
 but not the main script. A result comes back as JSON, because an agent's pickle could run code in
 the trainer. Printed output and tracebacks go to the run's standard error. All processes end when
 the trainer ends, and none of them gets the trainer's keys for servers and proxy.
 
-A child that has left the process group (setsid) is not killed. A coroutine that ignores its
+A child that has left the process group (setsid) is not killed, and a coroutine that ignores its
 cancellation keeps running. Windows is not supported.
 """
 
@@ -131,7 +131,7 @@ class WorkerPool:
 
 
 def serve(trainer: int) -> None:
-    """Run calls until the trainer is gone. `trainer` is its pid."""
+    """Run calls until the trainer, whose pid is `trainer`, is gone."""
     calls, answers = os.dup(0), os.dup(1)
     # A child that outlives this process must not keep the trainer waiting for an answer.
     os.register_at_fork(after_in_child=lambda: os.close(answers))
@@ -143,7 +143,7 @@ def serve(trainer: int) -> None:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
-    # The thread is not a daemon. So if the loop below ends first, the process waits until the
+    # The thread is not a daemon, so if the loop below ends first, the process waits until the
     # thread has killed the processes that agents have left running.
     threading.Thread(target=follow_trainer).start()
     with open(calls, "rb") as stream, open(answers, "wb") as out:
