@@ -1,7 +1,7 @@
 """Variants of the advantages for the key `actor.advantages`, and a group filter.
 
-Each variant changes what goes into ppo.compute_advantages, or what comes out. A variant calls
-`base`, which is ppo.compute_advantages or another variant:
+Each variant calls `base`, which is ppo.compute_advantages or another variant, and changes what goes
+in or what comes out:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
@@ -10,8 +10,8 @@ their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two r
 0, -1.5 and 1.5.
 
 A turn is one action, and its reward stands at its last token. cache.py has already added the
-rewards of later turns to this reward, so GAE stays within a turn. `kl_in_reward` subtracts the KL
-of a turn from this sum, so the KL lowers the return of that turn only.
+rewards of later turns to this reward, so GAE stays within a turn. `kl_in_reward` subtracts a turn's
+KL from this sum, so it lowers only that turn's return.
 """
 
 from collections.abc import Callable
@@ -118,9 +118,9 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """DAPO: a turn that was cut at its token limit might have succeeded with more tokens. So such
-    turns are masked in batch["loss_mask"], and count in no loss and no baseline. If every trained
-    turn is cut, none is masked."""
+    """DAPO: a turn that was cut at its token limit might have succeeded with more tokens, so it is
+    masked in batch["loss_mask"] and counts in no loss and no baseline. If every trained turn is
+    cut, none is masked."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     kept = batch["loss_mask"].masked_fill(cut, 0)

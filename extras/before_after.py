@@ -1,11 +1,11 @@
 """Evaluate the base model before the first step and the trained model after the last, on the same
-validation prompts. For three prompts, print the conversation before and after. Print both success
-rates with their Wilson intervals, and pass@k.
+validation prompts. For three of them, print the conversation before and after. Then print both
+success rates, with Wilson intervals, and pass@k.
 
     callbacks: [extras.before_after.BeforeAfter]
 
-The first evaluation is written to eval_base.json, so a restarted run does not repeat it. The second
-evaluation is written to eval_trained.json.
+The first evaluation is written to eval_base.json, so a restarted run does not repeat it, and the
+second to eval_trained.json.
 """
 
 import json

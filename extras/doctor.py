@@ -2,18 +2,18 @@
 
 Each rule in RULES measures the last lines of metrics.jsonl, and fires if the result is NaN or above
 a limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The median 0.3 is above
-0.2, so the rule `kl` fires. The doctor prints the cause and the remedy, once in a run.
+0.2, so the rule `kl` fires. The doctor then prints the cause and the remedy, once in a run.
 
 The doctor adds four metrics. One tells whether the advantages teach anything, and one whether they
 add up to 0 in each group. The other two tell whether a server has missed an update: after each
 update every server completes the same prompt (the canary), and the trainer scores the answers. The
-rules are applied at the end of a step, but a step can hang. So a thread also checks every second
-whether a function blocks the event loop, and whether too many groups are rejected.
+rules are applied at the end of a step, but a step can hang, so a thread also checks every second
+whether a function blocks the event loop and whether too many groups are rejected.
 
-`callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run if any rule except
-`waiting` fires: a waiting run is slow but correct. `python -m extras.doctor runs/guess/one` checks
-a run afterwards, and exits with 1 if a rule fires, or 2 if there is no run. A rule whose metric is
-missing is skipped, so runs of older revisions can be checked.
+With `callbacks=[extras.doctor.Doctor]` the doctor warns; `extras.doctor.Strict` also ends the run
+if any rule except `waiting` fires (a waiting run is slow but correct). `python -m extras.doctor
+runs/guess/one` checks a run afterwards, and exits with 1 if a rule fires, or 2 if there is no run.
+A rule whose metric is missing is skipped, so runs of older revisions can be checked.
 """
 
 import sys
@@ -47,7 +47,7 @@ TICK = 0.05  # seconds between two looks at a loop that does not answer
 # After this many batches of rejected groups, the doctor does not wait for the step to end.
 REJECTED_BATCHES = 10
 CANARY_TOKENS, ANSWER_TOKENS = 32, 16  # at most, in the canary and in its answer
-CANARY_MOVE = 1e-4  # if an update moves a trainer's score by more, the server's answer must change
+CANARY_MOVE = 1e-4  # if an update moves the trainer's score by more, the answer must change
 LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -69,7 +69,7 @@ class Rule(NamedTuple):
     measure: Callable[[list[Record], Any], float]
     limit: float
     text: str
-    unit: Callable[[Any], float] = lambda config: 1.0  # of the limit
+    unit: Callable[[Any], float] = lambda config: 1.0  # multiplies the limit
 
 
 def rounding(config: Any) -> float:
@@ -346,12 +346,12 @@ class Canary:
 
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
     weights they differ only by rounding, about 1e-6 nats in float32. In bfloat16, rounding can hide
-    a missed update. But a server's answer with the same bits as before reveals it.
+    a missed update, but an answer with the same bits as before reveals it.
 
-    The trainer does not wait for the new answer. It scores the previous answer with the new
-    weights. At the next batch the new answer should be there. Then the trainer compares its scores
-    of the previous answer with the server's log-probabilities of the new answer, up to the first
-    token in which the two answers differ.
+    The trainer does not wait for the new answer, but scores the previous one with the new weights.
+    At the next batch, when the new answer should be there, it compares these scores with the
+    server's log-probabilities of the new answer, up to the first token in which the two answers
+    differ.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -419,7 +419,7 @@ def compare(
     """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
     weights (`scores`) and with the old ones (`before`). For the n tokens with which both answers
     begin, return |scores - now's logprobs| (n,) in nats. Also return whether the scores have
-    changed, but not the answer."""
+    changed although the answer has not."""
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
     n = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
@@ -453,8 +453,8 @@ def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None
     On a starved machine every call is slow, and the code that happens to run is innocent. So all
     looks during `seconds` must find the same call. We count looks instead of measuring time,
     because a starved process also looks less often. During these looks the thread must have
-    computed for less than a tenth of the time, as in a sleep, or for at least half of `seconds`.
-    Between these limits the thread was waiting for a core.
+    computed for less than a tenth of the time, as in a sleep, or for at least half of `seconds`. A
+    thread between these limits was waiting for a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)

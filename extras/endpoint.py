@@ -24,7 +24,7 @@ from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
-    """Run the agent on every validation prompt. Its model answers at evaluator.base_url."""
+    """Run the agent on every validation prompt. Raises ConfigError for a RolloutWorkflow."""
     agent = inputs.eval_workflow
     url = config.evaluator.base_url
     if isinstance(agent, RolloutWorkflow):

@@ -7,7 +7,7 @@ the servers and their GPUs, as in a run. This file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
 each in float32. A frozen parameter takes 4 bytes, and a reference model adds 4 bytes per parameter.
-A step has three phases (`step_bytes`). Each frees its memory at its end, so only the largest phase
+A step has three phases (`step_bytes`). Each frees its memory at its end, so only the largest
 counts. A server keeps the weights, and the keys and values of server.max_total_tokens tokens.
 
 Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB with gradient checkpointing.
@@ -76,8 +76,8 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
-    """Return (V H, R, P): the parameters of the output layer, of embedding and output layer
-    together, and of each layer between them."""
+    """Return (V H, R, P): the numbers of parameters in the output layer, in embedding and output
+    layer together, and in each layer between them."""
     last = shape.vocab_size * shape.hidden_size
     root = last if shape.tie_word_embeddings else 2 * last
     return last, root, (n - root) // shape.num_hidden_layers
@@ -297,7 +297,7 @@ def memory_of_each(gpus: list[str]) -> float:
 
 
 def paste(planned: Child, port: int) -> str:
-    """A command that starts this process by hand."""
+    """The shell command that starts a process by hand."""
     variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
     pairs = [f"{k}={v}" for k, v in (variables | planned.variables).items()]
     return shlex.join(["env", *pairs, *planned.command, "--port", str(port)])

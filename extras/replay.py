@@ -4,10 +4,10 @@
     python -m extras.replay runs/guess/one --until 7      the first seven
 
 Two runs with the same seed differ, because a weight update may interrupt a completion at token 57
-in one and at token 61 in the other. The rest is fixed. The seed gives the prompts. Seed, call name
-and token position give every random number. In float32 on one thread, the small server computes the
-same bits for a completion, whatever else runs and however often it is interrupted. A training step
-depends only on the weights and the batch. So configuration and schedule.jsonl determine a run:
+in one and at token 61 in the other. The rest is fixed: the seed gives the prompts and, with call
+name and token position, every random number. In float32 on one thread, the small server computes
+the same bits for a completion, whatever else runs and however often it is interrupted. A training
+step depends only on the weights and the batch. So configuration and schedule.jsonl determine a run:
 
     {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     begins after step 0
     {"start":7,"version":2}                                            task 7 starts at version 2
@@ -166,7 +166,7 @@ class Schedule:
 class Hooks(engine.Hooks):
     """Records training calls. In a replay, each token is generated under its recorded version.
 
-    The trainer and the proxy append to one file. A line is a single write, so lines never mix.
+    The trainer and the proxy append to one file. Each line is a single write, so lines never mix.
     """
 
     def __init__(self, schedule: str, replay: str = "") -> None:
@@ -280,7 +280,7 @@ class Replay:
             run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return
-        # A kill may have cut off the last line. The line is newer than the checkpoint: remove it.
+        # A kill may have cut off the last line, which is newer than the checkpoint: remove it.
         path = run.run_dir / FILE
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.record = run.engine.hooks.record
@@ -386,7 +386,6 @@ def compare(recorded: Path, repeated: Path, step: int) -> None:
 
 
 def main(argv: list[str]) -> Any:
-    """Repeat a run."""
     from run import start
 
     parser = argparse.ArgumentParser(prog="python -m extras.replay", allow_abbrev=False)

@@ -12,8 +12,8 @@ made from the run's files, so even a crashed run can have a page:
     doctor.jsonl    the doctor's findings
 
 This module turns the files into one JSON object, which the script in report.html draws. A page must
-stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. So some rows
-of a group may be missing, but the rewards of all rows of these steps are shown.
+stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. Some rows of
+a group may therefore be missing, but the page has the rewards of all rows of these steps.
 """
 
 import json
@@ -86,7 +86,7 @@ def read_timeline(records: list[Record]) -> Record:
         elif kind == "M" and args.get("name") == "trainer":
             starts.append(at)
             end = ""
-            for lost in groups.values():  # the groups that ran when the process before ended
+            for lost in groups.values():  # groups that still ran when their process ended
                 lost.setdefault("end", before)
         elif kind == "i" and "version" in args:
             weights.append([at, args["version"]])
@@ -319,7 +319,6 @@ class Report(Trace):
 
 
 def main(words: list[str]) -> int:
-    """Write the report of one or two folders."""
     folders = [Path(word) for word in words]
     try:
         if not 1 <= len(folders) <= 2:

@@ -1,7 +1,7 @@
 """At the end of a run, print what it reached, how old its tokens were, and how to use the model.
 
-A task's `summary(ask, console)` can draw what the policy does. For this, `ask(messages)` returns
-the trained policy's greedy answer.
+A task's `summary(ask, console)` can draw what the policy does: `ask(messages)` returns the trained
+policy's greedy answer.
 """
 
 import asyncio

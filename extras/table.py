@@ -2,9 +2,8 @@
 
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
 narrow terminal shows only the first columns. To save room, a counter has no column until it has
-counted something. Every SAMPLE_INTERVAL steps we print the end of a conversation. We also print the
-first side conversation (calls/sessions.py). A model wrote these texts, so control characters are
-escaped.
+counted something. We print the end of a conversation every SAMPLE_INTERVAL steps, and the first
+side conversation (calls/sessions.py). A model wrote these texts, so control characters are escaped.
 """
 
 import time

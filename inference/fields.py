@@ -1,6 +1,6 @@
 """Read JSON from strangers, and say which field is wrong.
 
-What an agent or a model sends may have any type, and be nested to any depth. `get` returns a value
+What an agent or a model sends may have any type and be nested to any depth. `get` returns a value
 of the expected type or raises Refusal, which the proxy answers with status 400:
 
     get({"tools": 7}, "tools", list)                    -> Refusal "tools: a list is needed"
@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-ROOM = 50  # of orjson's 254 levels of nesting, this many stay free for objects around a value
+ROOM = 50  # levels of nesting, of orjson's 254, that stay free for the objects around a value
 
 
 class Refusal(ValueError):
@@ -71,8 +71,8 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def import_name(path: Any) -> Any:
-    """Import and return module.name. A `path` that is not a string is returned unchanged. If the
-    module itself raises an ImportError, the caller sees it. pkgutil.resolve_name would hide it."""
+    """Import and return module.name. A `path` that is not a string is returned unchanged. An
+    ImportError in the module itself reaches the caller; pkgutil.resolve_name would hide it."""
     if not isinstance(path, str):
         return path
     module, _, name = path.rpartition(".")
@@ -80,8 +80,8 @@ def import_name(path: Any) -> Any:
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:
-    """`named` maps a class path to arguments. Return an instance of the class, or None for {}.
-    Raises ValueError if there are two classes."""
+    """`named` maps the path of a class to its arguments. Return an instance of the class, or None
+    for {}. Raises ValueError for more than one class."""
     if len(named) > 1:
         raise ValueError(f"only one callback may have engine hooks, not {' and '.join(named)}")
     return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

@@ -2,8 +2,8 @@
 
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
-SGLang takes a missing sampling parameter from the model's generation_config.json, which the trainer
-does not read. So a request names every parameter. For every token of an answer, training needs the
+SGLang takes missing sampling parameters from the model's generation_config.json, which the trainer
+does not read, so a request names all of them. For every token of an answer, training needs the
 token's id, its log-probability under the policy that sampled it, and that policy's version:
 
     output_ids               [17, 4, 9]
@@ -16,8 +16,8 @@ code means that the request failed. Without a status code, the type `abort` mean
 interrupted the request.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. If a request uses greedy
-decoding, top_p, top_k, a penalty or a grammar, the server samples from a different distribution. So
-training leaves the answer's tokens out of the loss (`trains_exactly`).
+decoding, top_p, top_k, a penalty or a grammar, the server samples from a different distribution,
+and training leaves the answer's tokens out of the loss (`trains_exactly`).
 """
 
 import hashlib
@@ -40,13 +40,13 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 
 class EngineError(RuntimeError):
-    """A request failed. Status 400 means that the request is wrong and must not be repeated. Status
-    502 means that the answer cannot be read. Most other failures have status 503."""
+    """A request failed. Status 400 means that the request is wrong and must not be repeated, and
+    502 that the answer cannot be read. Most other failures have status 503."""
 
     def __init__(self, message: str, status: int = 500, code: str = "") -> None:
         super().__init__(message)
         self.status = status
-        self.code = code  # code: OpenAI's name for the error, or ""
+        self.code = code  # OpenAI's name for the error, or ""
 
 
 class Sampling(BaseModel):
@@ -99,7 +99,7 @@ class GenerationHyperparameters(Sampling):
 
 class CallParameters(GenerationHyperparameters):
     presence_penalty: Penalty = 0.0
-    json_schema: str | None = None  # needs a server with grammars
+    json_schema: str | None = None  # needs a server that supports grammars
     seed: int | None = None
 
 
@@ -126,10 +126,10 @@ class ModelRequest:
 
 @dataclass
 class ModelResponse:
-    """One completion.
+    """A completion, or a segment of one.
 
-    The output lists have one entry per token, including the stop token. The stop reason is `abort`
-    for a segment that a pause interrupted, but never for a whole completion.
+    The output lists have one entry per token, including the stop token. The stop reason `abort`
+    marks a segment that a pause interrupted, never a whole completion.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -158,7 +158,7 @@ class ModelResponse:
 
 def call_seed(seed: int, episode: str, call: int) -> int:
     """Return the seed of an episode's call: a hash of `seed`, the episode's name and the call's
-    number. So the seed does not depend on the calls of other episodes."""
+    number, so that other episodes do not change it."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -186,12 +186,12 @@ def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
 
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
-    """Read a server's answer.
+    """Return the segment in a server's answer.
 
     Raises EngineError with status 400 if the server rejects the request, and 503 if the server has
     failed. The status is 502 if the answer contradicts itself, or lacks ids, logprobs or versions.
-    If the update to version 7 fails half way, a server reports the version "7-incomplete". This
-    version is not a number, so the status is 502.
+    After an update to version 7 that failed halfway, a server reports the version "7-incomplete",
+    which is not a number, so the status is 502, too.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -1,10 +1,10 @@
 """Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default. Without a key, it refuses an address that other machines can reach.
-With --exit-with-parent, it checks every half second whether its parent's id has changed, and then
-ends. It does not wait for the parent's end of a pipe to close, because children that an agent forks
-would inherit that end and keep it open.
+binds 127.0.0.1 by default. Without a key, it refuses an address that other machines can reach. With
+--exit-with-parent, it ends when its parent's id changes, which it checks every half second. A pipe
+that closes when the parent ends would not do, because children that an agent forks would inherit it
+and keep it open.
 """
 
 import gc
@@ -30,7 +30,7 @@ _given = set[int]()  # ports that free_port has returned
 
 def free_port() -> int:
     """Return a free port from 20000 to 31999, a range that outgoing connections do not use. No port
-    is returned twice, because its process binds it later."""
+    is returned twice, because the process that gets it binds it only later."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -57,8 +57,8 @@ def raise_open_files() -> None:
 
 def follow_parent(act: Callable[[], None]) -> None:
     """Start a thread that calls `act` when the parent process has ended."""
-    # If the trainer is killed before this line, getppid returns another process's pid. So the
-    # trainer passes its own pid.
+    # If the trainer is killed before this line, getppid returns another process's pid, so the
+    # trainer passes its own.
     parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:
@@ -71,8 +71,8 @@ def follow_parent(act: Callable[[], None]) -> None:
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve until a signal comes or, with `exit_with_parent`, the parent ends."""
-    # We close idle connections after 75 s. Clients close idle connections earlier, so they never
-    # send a request on a connection that is being closed.
+    # We close idle connections after 75 s. Clients close them earlier, so they never send a request
+    # on a connection that we are closing.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
     )
@@ -112,7 +112,7 @@ def reply(body: Any, status: int = 200) -> Response:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """Load a model folder's tokenizer without importing torch, because that would take seconds."""
+    """Load a model folder's tokenizer without importing torch, which would take seconds."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer

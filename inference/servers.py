@@ -1,15 +1,14 @@
-"""Choose an inference server for each request, control all servers, and check answers' versions.
+"""Choose an inference server for each request, control all servers, and check their versions.
 
 All conversations of a prompt group go to one server, which computes the shared prompt once.
 `rank_servers` gives a group the same order of servers in every process. If a server fails, its
 request goes to the next one.
 
-A server may have been restarted with its first weights, or may have missed an update. So the
-versions of every answer are checked. No token may be newer than the trainer's version
-(`trainer_version`). An update changes all servers before any server continues. So once this process
-knows of version 6 (`newest` = 6), its later requests may not get tokens of version 5. If the update
-to version 7 fails half way, servers that did not complete it report "7-incomplete", which no engine
-accepts.
+A server may have been restarted with its first weights, or may have missed an update, so we check
+the versions of every answer. No token may be newer than the trainer's version (`trainer_version`).
+An update changes all servers before any of them continues. So once this process knows of version 6
+(`newest` = 6), its later requests may not get tokens of version 5. If the update to version 7 fails
+halfway, servers that did not complete it report "7-incomplete", which no engine accepts.
 """
 
 import asyncio
@@ -75,9 +74,9 @@ class Servers:
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.
 
-        If `body` is a list, it holds one body for each server. If `body` is None, the request is a
-        GET. Raises EngineError with the message of every server that failed. Call this only from a
-        thread in which no event loop runs.
+        `body` may also be a list with one body for each server, or None for a GET. Raises
+        EngineError with the message of every server that failed. Call this only from a thread in
+        which no event loop runs.
         """
         bodies = body if isinstance(body, list) else [body] * len(self.addresses)
         pairs = zip(self.addresses, bodies, strict=True)

@@ -1,9 +1,9 @@
 """Send new weights to running servers.
 
-In mode `disk` the trainer writes a Hugging Face folder, and every server reads it. So this mode
-needs a shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and
-servers join an NCCL or gloo group, and the trainer broadcasts its tensors. This mode needs SGLang
->= 0.5.20. An update to version 7 has these steps:
+In mode `disk` the trainer writes a Hugging Face folder, and every server reads it, so they need a
+shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join
+an NCCL or gloo group, and the trainer broadcasts its tensors. This mode needs SGLang >= 0.5.20. An
+update to version 7 has these steps:
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -12,12 +12,12 @@ servers join an NCCL or gloo group, and the trainer broadcasts its tensors. This
     label "7"                  mode distributed; in mode disk, loading sets this label
     set_version(7), resume     the gate admits new groups, and the servers continue
 
-If the update fails half way, some servers have version 7 and others version 6. Servers that did not
+If the update fails halfway, some servers have version 7 and others version 6. Those that did not
 complete the update keep the label "7-incomplete", and the run ends. In mode disk, a folder gets its
 final name only when it is complete. In mode distributed, each update makes its own group, so a
-server may restart between updates. In NCCL, whenever a rank joins, broadcasts or leaves, it waits
-until all other ranks do the same. A server does so only when a request tells it to. So a thread
-sends the request while the trainer itself joins, broadcasts or leaves (`meanwhile`).
+server may restart between updates. In NCCL, a rank that joins, broadcasts or leaves waits until all
+other ranks do the same. A server does so only on request, so a thread sends the request while the
+trainer itself joins, broadcasts or leaves (`meanwhile`).
 """
 
 import shutil
@@ -63,10 +63,10 @@ def named_buckets(
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
     If `learning`, yield only the trainable weights.
 
-    All ranks must take all buckets, because the ranks gather each tensor together. A bucket is
-    emptied when the next one is taken. In memory, transformers fuses the weights of experts into
-    tensors with other names, which the servers would skip. So the buckets have the names and shapes
-    of the checkpoint files.
+    All ranks must take all buckets, because they gather each tensor together. A bucket is emptied
+    when the next one is taken. In memory, transformers fuses the weights of experts into tensors
+    with other names, which the servers would skip. So the buckets have the names and shapes of the
+    checkpoint files.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -74,7 +74,7 @@ def named_buckets(
     state = model.state_dict()
     bucket = list[Any]()
     size = 0.0
-    # named_parameters lists a tied tensor only once
+    # named_parameters lists a tied tensor only once, unlike state_dict
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in state or (learning and not tensor.requires_grad):
             continue
@@ -165,8 +165,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Make a request to all servers in a thread while the block runs. If the request and the block
-    both fail, raise the request's error, because it may have caused the block's error."""
+    """Send a request to all servers from a thread while the block runs. If the request and the
+    block both fail, raise the request's error, because it may have caused the block's error."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:
@@ -189,7 +189,7 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a process group other than torch's default one. Rank 0 listens at address and port.
 
-    Trainer and servers find each other through keys in a TCPStore. So the keys get the same three
+    Trainer and servers find each other through keys in a TCPStore, so the keys get the same three
     prefixes as in SGLang.
     """
     import torch.distributed as dist

@@ -1,9 +1,9 @@
 """`python -m inference.with_parent COMMAND ...` runs a command until our parent ends.
 
 SGLang has no option for this. The command gets SIGTERM when our parent is gone, or when we get
-SIGTERM ourselves. Then, as soon as the command has ended, but at the latest after three seconds,
-our whole process group gets SIGKILL. So start this module in a session of its own. Otherwise
-SIGKILL would also reach other processes of the group.
+SIGTERM ourselves. After that, our whole process group gets SIGKILL as soon as the command has
+ended, and at the latest after three seconds. So start this module in a session of its own, where
+SIGKILL reaches nobody else.
 """
 
 import os

@@ -2,11 +2,11 @@
 
 recover/step00040 holds the trainable weights and the optimizer's state. It also lists the prompts
 that are done: those that steps 1 to 40 consumed, and those that were rejected, dropped or
-withdrawn. A restart runs all other prompts. So it skips no prompt, and trains on none twice.
+withdrawn. A restart runs all other prompts, so it skips none and trains on none twice.
 
 A checkpoint is written to recover/partial, which is renamed when it is complete. sums.json has
 every file's checksum. We keep two checkpoints: if the newest is damaged, a restart uses the one
-before. On a restart, run/log.py removes the lines of steps after the checkpoint from metrics.jsonl.
+before. On a restart, run/log.py also removes the lines of later steps from metrics.jsonl.
 """
 
 import hashlib

@@ -69,11 +69,11 @@ class OpenAIConfig(Keys):
     turn_discount: Share = 1.0
     """gamma in R(i) = r(i) + gamma * mean R(calls that read i)"""
     compaction: Literal["link", "cut"] = "link"
-    """link: rewards also reach calls whose answer is quoted; cut: only continued or named calls"""
+    """link: rewards also reach answers that later calls quote; cut: only continued or named ones"""
     export_style: Literal["individual", "concat"] = "concat"
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
-    """module.function that reads the model's tool calls; null: as Hermes and Qwen write them"""
+    """module.function that reads the model's tool calls; null: the format of Hermes and Qwen"""
     episode_timeout_seconds: Positive = 3600.0
     """an episode that takes longer fails"""
 
@@ -114,9 +114,9 @@ class ServerConfig(Keys):
     max_total_tokens: Count = 16384
     """tokens in a server's key-value cache"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where the small server computes; auto: cuda if a GPU is visible, else cpu; mps is untried"""
+    """where the small server computes; auto: cuda if a GPU is visible, else cpu; mps is untested"""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """number format of the small server's products; auto: bfloat16 where the processor has it"""
+    """number format of the small server's weights; auto: bfloat16 where the processor has it"""
     threads: CountOrZero = 1
     """threads of a small server; 0: half of the machine's"""
 
@@ -140,7 +140,7 @@ class OptimizerConfig(Keys):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """decay of AdamW's averages of gradients, and of their squares"""
     weight_decay: NonNegative = 0.01
-    """AdamW's weight decay"""
+    """AdamW's weight decay, of matrices only"""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """learning rate after the warm-up: constant, or linear down to a tenth"""
     warmup_steps: CountOrZero = 0
@@ -173,11 +173,11 @@ class PPOActorConfig(Keys):
     recompute_logprob: bool = True
     """standard PPO: compute log pi_old again; false: take the server's"""
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"
-    """how log pi_prox is found: recompute, loglinear or metrics"""
+    """how log pi_prox is found: by a pass (recompute), a guess (loglinear) or both (metrics)"""
     eps_clip: Share = 0.2
-    """lower bound of the clip: u = pi_theta / pi_prox is raised to 1 - eps_clip"""
+    """the clip raises u = pi_theta / pi_prox to at least 1 - eps_clip"""
     eps_clip_higher: NonNegative | None = None
-    """upper bound of the clip: u is lowered to 1 + eps_clip_higher; default: eps_clip"""
+    """the clip lowers u to at most 1 + eps_clip_higher; default: eps_clip"""
     c_clip: Annotated[float, Field(gt=1)] | None = None
     """dual clip: for A < 0, objective >= c_clip A"""
     behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = 5.0
@@ -250,7 +250,7 @@ class TrainConfig(Keys):
     """All keys of a run."""
 
     mode: Literal["train", "eval"] = "train"
-    """train; eval: only evaluate"""
+    """train, or eval: evaluate without training"""
     task: str | None = "tasks.guess"
     """module with data, agent and model; null: other keys name them"""
     experiment_name: FolderName = "guess"
@@ -357,7 +357,7 @@ def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Fi
 
 def flatten(value: Any, *path: Any) -> Iterator[Any]:
     """Yield every setting of a nested dict as path and value, such as ("actor", "eps_clip") and
-    0.2. A path is no string, because the names in a workflow's arguments may contain dots."""
+    0.2. A path is not a string, because the names in a workflow's arguments may contain dots."""
     if not isinstance(value, dict) or not value:
         yield path, value
         return
@@ -448,7 +448,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     """Return a copy of the configuration in which this machine's values replace actor.dtype=auto
     and threads=0. Raises ConfigError if keys contradict each other."""
     config = type(config).model_validate(
-        config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps any objects
+        config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps objects in them
     )
     if config.actor.dtype == "auto":
         config.actor.dtype = "bfloat16" if has_bfloat16() else "float32"

@@ -23,7 +23,7 @@ from run.config import ConfigError, TrainConfig, find_source, one_line
 
 def base_model_path(config: TrainConfig) -> str:
     """Return the folder of the task's base model. The folder's name contains a hash of the modules
-    that make the model. So if a module changes, the model is made again."""
+    that make the model, so the model is made again when a module changes."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
         content = b"".join(source.read_bytes() for source in sources)
@@ -93,7 +93,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
     needed = is_eval or config.evaluator.interval
     validation = load_dataset(config.valid_dataset.path, task, "valid") if needed else []
     tokenizer = None
-    if config.tokenizer_path:  # an endpoint's evaluation needs none
+    if config.tokenizer_path:  # the evaluation of an endpoint needs none
         with one_line(f"tokenizer_path={config.tokenizer_path}"):
             from transformers import AutoTokenizer
 
@@ -121,7 +121,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
         if path is None:
             samples = task.dataset(split)
         elif path.endswith(".jsonl"):
-            # We read the file as one JSON list, so that json's error has the line of the mistake.
+            # We read the file as one JSON list, so that json's error names the line of the mistake.
             lines = Path(path).read_text(encoding="utf-8-sig").strip()
             samples = json.loads(re.sub(r"(\n\s*)", r",\1", f"[{lines}]"))
         else:

@@ -1,13 +1,13 @@
 """Start, watch and end the processes of a run: inference servers and the proxy.
 
-Each process runs in a Unix session of its own. So Ctrl-C reaches only train.py, which then ends the
+Each process runs in a Unix session of its own, so Ctrl-C reaches only train.py, which then ends the
 processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent. API
-keys are passed in the environment. Only SGLang gets its key on the command line, which other users
+keys are passed in the environment, but SGLang gets its key on the command line, which other users
 can read.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. For example,
 if 8 GPUs are given to 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, and the
-other gets 6 and 7. If there are too few GPUs, servers share GPUs with the ranks.
+other 6 and 7. If there are too few GPUs, servers share GPUs with the ranks.
 
 If a server or the proxy dies, the run ends at once and prints the last lines of that process's log.
 """
@@ -116,7 +116,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
             "HF_HUB_OFFLINE": "1",
             "POCKET_AREAL_PARENT": str(os.getpid()),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # SGLang runs ninja, which pip has put into python's folder. PATH may lack this folder.
+            # SGLang runs ninja. pip has put it into python's folder, which PATH may lack.
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
@@ -160,7 +160,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = server.count * size
     is_shared = len(gpus) - ranks < wanted
-    # Servers that share take the GPUs in turn, again and again.
+    # Servers that share GPUs take them in turn, again and again.
     pool = gpus * server.count if is_shared else gpus[-wanted:]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
     words += ["--tokenizer-path", config.tokenizer_path]
@@ -173,8 +173,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        # By default SGLang would serve float32 models in float16. We make SGLang's logits float32,
-        # as the trainer's are.
+        # By default SGLang would serve float32 models in float16. We also make its logits float32,
+        # like the trainer's.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
@@ -190,7 +190,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 
 
 SGLANG_VARIABLES = {
-    # Compute log-probabilities for 256 tokens at a time. Their logits take less than half a GiB.
+    # Compute log-probabilities for 256 tokens at a time, whose logits take less than half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
     # Accept that a GPU shared with a rank has less free memory than the server's other GPUs.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",

@@ -3,8 +3,7 @@
 `begin` reads the command line and starts the servers, which load while train.py imports torch.
 Callbacks get the `Run`, which holds the configuration, the processes and the parts that train.py
 adds. Leaving the Run's `with` block ends everything that was started, even after Ctrl-C, an
-exception or a server's death. After a failure, `main` prints how to continue. It returns an exit
-code:
+exception or a server's death. After a failure, `main` prints how to continue. Its exit codes are:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -42,8 +41,8 @@ def revision() -> str:
 
 
 class Run:
-    """Every rank makes a Run, but only that of rank 0 starts servers and a proxy, and has an engine
-    and an executor."""
+    """Every rank makes a Run, but only rank 0's starts servers and a proxy, and has an engine and
+    an executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs
@@ -84,7 +83,7 @@ class Run:
         config = self.config
         if config.trial_name == "auto":
             config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-        # `origin` names the code, and all that determines the order of the prompts.
+        # `origin` names the code, and everything that determines the order of the prompts.
         data = config.train_dataset
         self.origin = (
             f"# revision {revision()}, seed {config.seed}, shuffle {data.shuffle},"
@@ -108,7 +107,6 @@ class Run:
             ) from error
 
     def record(self) -> None:
-        """Write config.yaml."""
         keys = yaml.safe_dump(self.config.model_dump(mode="json", fallback=str), sort_keys=False)
         (self.run_dir / "config.yaml").write_text(f"{self.origin}\n{keys}")
 
@@ -158,8 +156,8 @@ class Run:
             dist.destroy_process_group()
 
     def command(self, *words: str) -> str:
-        """This run's command, quoted for a shell. trial_name, mode and the keys of `words` are
-        removed, then `words` are added."""
+        """This run's command, quoted for a shell. `words` take the place of trial_name, mode and
+        all words with the same keys."""
         keys = {"trial_name", "mode", "-u", *(word.partition("=")[0] for word in words)}
         keys |= {alias for alias in ALIASES if ALIASES[alias] in keys}
         given = [word for word in sys.orig_argv[1:] if word.partition("=")[0] not in keys]
@@ -222,7 +220,7 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
     status = code if isinstance(code, int) else 1
     if run.rank > 0:  # if a thread of gloo held a tensor while Python ended, the rank would abort
         os._exit(status)
-    # Before it exits, Python waits for threads that are no daemons. An agent's thread may hang, so
+    # Before it exits, Python waits for threads that are not daemons. An agent's thread may hang, so
     # an alarm ends the process after ten seconds.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
     signal.alarm(10)

@@ -21,7 +21,7 @@ operation before trying the others.
     0.15  any operation      0.8  an answer that contains it      1.0  this value alone
 
 **Held out.** The problems of the split "valid" use four templates of their own, and numbers that
-training never sees. So the model cannot have learnt an answer of this split by heart.
+training never sees, so the model cannot have learnt an answer of this split by heart.
 """
 
 import ast

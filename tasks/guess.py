@@ -10,10 +10,10 @@ plays a game and returns the reward. It knows nothing of training, tokens or ver
 **Why six numbers.** With seven numbers, an agent can find every secret only if its first guess is
 4. If 4 is wrong, three numbers and two guesses are left, so the second guess must be the middle of
 the three numbers. Early in training the model has not learnt this second guess, because not every
-game has a second guess. So at that time, games that begin with 4 earn the lowest reward, and with
-most seeds training ends in a local optimum with another first guess. With six numbers, 3 and 4 are
-equally good first guesses: each leaves two numbers on one side and three on the other. But 2 and 5
-are local optima, because an agent that begins with 2 or 5 can find five of the six secrets. So a
+game reaches it, so games that begin with 4 earn the lowest reward. With most seeds training
+therefore ends in a local optimum with another first guess. With six numbers, 3 and 4 are equally
+good first guesses: each leaves two numbers on one side and three on the other. But 2 and 5 are
+local optima, because an agent that begins with 2 or 5 can find five of the six secrets. So a
 penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until
 the model has learnt the later guesses.
 

@@ -9,13 +9,13 @@ walk that goes through a wall or does not end at the home earns 0.
 
 **Why this task.** The lengths of answers vary by a factor of ten. They also depend on the policy: a
 drunk's walk can reach the length limit, but the shortest way has only 54 moves on average. So some
-walks are unfinished when new weights arrive. Generation takes about as long as training. So we use
+walks are unfinished when new weights arrive. Generation takes about as long as training, so we use
 this task to measure interruptions, staleness, and how far generation and training overlap.
 
-**The base model** imitates a drunk. With probability 0.4, the drunk's next step is on the shortest
-way, and otherwise it is in a random open direction. The imitated walks are cut off after 64 moves.
-A perfect imitation of the drunk, with walks of at most 240 tokens, has a mean SPL of 0.36. Any
-higher SPL was learnt by reinforcement.
+**The base model** imitates a drunk. With probability 0.4, the drunk's next step follows the
+shortest way; otherwise it goes in a random open direction. The imitated walks are cut off after 64
+moves. A perfect imitation of the drunk, with walks of at most 240 tokens, has a mean SPL of 0.36.
+Any higher SPL was learnt by reinforcement.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.

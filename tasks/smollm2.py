@@ -10,11 +10,11 @@ The library `gguf` (extra `llm`) reads the file and turns the 4-bit weights into
 Three steps remain for this module:
 
 1. The rotary embedding of llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head.
-   Hugging Face rotates the elements i and i + d/2. So we put the rows of W_q and W_k into Hugging
-   Face's order.
+   Hugging Face rotates the elements i and i + d/2, so we put the rows of W_q and W_k into its
+   order.
 2. The file does not say how to cut a text before its characters are merged into tokens. This model
    reads every digit as a token of its own, so we cut numbers into digits.
-3. The file's chat template does not support tools. So the template below writes tools and calls as
+3. The file's chat template does not support tools, so the template below writes tools and calls as
    Hermes and Qwen do. It describes the tools only in a conversation without calls. This small model
    does not understand descriptions: if there is an earlier call to imitate, a description makes the
    model worse. The template also leaves out the model's default system prompt.

@@ -3,16 +3,16 @@
 FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the policy: it has an
 optimizer, a version, and a connection to the servers. train.py shows the order of the calls.
 
-**A batch is divided twice.** First its prompt groups are dealt out to mini-batches. Each optimizer
-step uses one mini-batch. Then a mini-batch is cut into pieces of at most `mb_tokens` tokens. Each
-forward and backward pass uses one piece. A piece's loss is divided by the number of trained tokens
-in its mini-batch, counted over all ranks. So the gradients of the pieces add up to the gradient of
-the mini-batch, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
+**A batch is divided twice.** First its prompt groups are dealt out to mini-batches, and each
+optimizer step uses one of these. Then a mini-batch is cut into pieces of at most `mb_tokens`
+tokens, and each forward and backward pass uses one piece. A piece's loss is divided by the number
+of trained tokens in its mini-batch, counted over all ranks. The pieces' gradients therefore add up
+to the mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** Each rank holds one shard of the parameters (torch's FSDP2). Every rank gets the whole
 batch, computes all advantages and makes the same mini-batches. Only the passes are divided among
-the ranks. The ranks' gradients add up to the gradient that one rank alone would compute.
+the ranks, whose gradients add up to the one that a single rank would compute.
 
 **Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
 gradient and no optimizer state. Frozen weights are not in recover/, and are pushed at most once.
@@ -86,7 +86,7 @@ class FSDPEngine:
         self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
         self.model: Any = None
         self.cut: Any = None  # cuts rows into pieces
-        self.frozen: list[Any] = []  # the first layers, if they do not learn in training either
+        self.frozen: list[Any] = []  # the first layers, if the policy does not train them
 
     @property
     def rank(self) -> int:
@@ -165,8 +165,8 @@ class FSDPEngine:
             return self.model.read_hidden(read, **piece.inputs)
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes.
-        So a rank with fewer pieces than another adds passes that train no token."""
+        """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes, so
+        a rank with fewer pieces than another adds passes that train no token."""
         part = take(batch | {"row": torch.arange(len(batch["input_ids"]))}, rows)
         shares = deal(row_lengths(part), dist.get_world_size())
         cuts = [list(self.cut(take(part, share), self.config.mb_tokens)) for share in shares]
@@ -410,8 +410,8 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
-        """Read what save_state wrote, even if it ran with another number of ranks. Raises
-        ConfigError if it ran with fewer frozen layers, because they have learnt."""
+        """Read what save_state wrote, with any number of ranks. Raises ConfigError if fewer layers
+        were frozen then, because the layers frozen since then have learnt."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
         self.steps, frozen = state["numbers"].tolist()

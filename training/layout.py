@@ -1,8 +1,8 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-It divides the rows into pieces. A piece is the input of one pass, and says which hidden state
-predicts each trained token. In every layout, a token gets the log-probability that it would get if
-its row went through the model alone. So layouts differ only in time and memory.
+It divides the rows into pieces: each is the input of one pass, and says which hidden state predicts
+each trained token. In every layout, a token gets the log-probability that it would get if its row
+went through the model alone, so layouts differ only in time and memory.
 
     padded    rows of similar length are stacked, and the shorter ones are padded on the right. No
               token attends to the padding after it, so no mask is needed.
@@ -11,11 +11,11 @@ its row went through the model alone. So layouts differ only in time and memory.
     packed    a tree that shares nothing. A GPU kernel for bfloat16 keeps the rows apart.
 
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. The padded rows [a b c] and
-[d e -] have 6 hidden states. The packed rows [a b c d e] have 5. In both layouts, hidden states 0,
-1 and 3 (those of a, b and d) predict b, c and e.
+[d e -] have 6 hidden states, and the packed rows [a b c d e] have 5. In both layouts, hidden states
+0, 1 and 3 (those of a, b and d) predict b, c and e.
 
-An attention kernel that ignores position_ids would let packed rows see each other, without an
-error. So they have an attention function of their own, `packed_attention`. A dense mask would also
+An attention kernel that ignores position_ids would let packed rows see each other without an error,
+so these rows have an attention function of their own, `packed_attention`. A dense mask would also
 keep the rows apart, but it needs t^2 numbers for t tokens. `packed_attention` computes only full
 attention, so models with sliding windows, convolutions or recurrent states get padded rows.
 """
@@ -74,9 +74,9 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows of these lengths out to n ranks in turn, the longest first. So the token counts of
-    two ranks' shares differ by at most the length of the longest row. No share is empty: if there
-    are fewer than n rows, there are fewer shares."""
+    """Deal rows of these lengths out to n ranks in turn, the longest first, so the token counts of
+    two shares differ by at most the length of the longest row. No share is empty: if there are
+    fewer than n rows, there are fewer shares."""
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [rows[k::n] for k in range(min(n, len(rows)))]
 

@@ -4,7 +4,7 @@ The logits of N tokens over a vocabulary of V are an (N, V) matrix. With N = 16,
 this matrix takes 9.3 GiB, and its softmax and its gradient are as large. But training needs only
 two numbers per token, the log-probability and the entropy.
 
-A token's logits depend only on one hidden state. So we compute the logits of one chunk of tokens
+A token's logits depend only on one hidden state, so we compute the logits of one chunk of tokens
 after another, and keep only the two numbers per token. The backward pass recomputes the logits.
 With hidden state h, output layer W, temperature tau and sampled token id:
 
@@ -36,7 +36,7 @@ def chunks(weight: Tensor, *things: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """(c, D), (V, D) -> (c, V) float32. On a GPU, the product of bfloat16 matrices is not rounded
-    to bfloat16. SGLang does the same with --enable-fp32-lm-head."""
+    to bfloat16, as in SGLang with --enable-fp32-lm-head."""
     if hidden.is_cuda and weight.dtype == torch.bfloat16:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).float()

@@ -1,10 +1,9 @@
 """Guess the log-probabilities of pi_prox, the policy at the start of the step.
 
-A forward pass that computes log pi_prox adds a third to the work of an update.
-prox_logp_method=loglinear (A-3PO, arXiv 2512.06547) instead interpolates between log pi_behav and
-log pi_theta, which are known anyway. The step leads from version v to v + 1, and version v_b
-sampled the token. If a fraction f of the step's mini-batches is done, pi_theta is roughly at
-version v + f:
+A forward pass that computes log pi_prox adds a third to the work of an update. To save it,
+prox_logp_method=loglinear (A-3PO, arXiv 2512.06547) interpolates between log pi_behav and log
+pi_theta, which are known anyway. The step leads from version v to v + 1, and version v_b sampled
+the token. If a fraction f of the step's mini-batches is done, pi_theta is roughly at version v + f:
 
     alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)

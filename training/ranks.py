@@ -1,7 +1,7 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
-Rank 0 runs the rollouts and trains. The others only train. In a collective operation every rank
-waits for all others. If a rank dies, torchrun ends the others.
+Rank 0 runs the rollouts and trains; the others only train. In a collective operation every rank
+waits for all others, so torchrun ends them if one dies.
 """
 
 import os

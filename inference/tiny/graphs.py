@@ -2,9 +2,9 @@
 
 A step copies its inputs to the GPU and starts kernels. It waits for the GPU only once, when it
 reads the drawn tokens (sampling.py). With 1.5B parameters, one decode step starts about a thousand
-kernels, most of them small. So the CPU takes longer to start them than the GPU takes to compute
-them. A CUDA graph avoids this delay. It is a list of kernels that is captured once, and then
-replayed with one start. A replay repeats the same kernels at the same addresses, which has these
+kernels, most of them so small that the CPU takes longer to start them than the GPU takes to compute
+them. A CUDA graph avoids this delay: it is a list of kernels that is captured once, and then
+replayed with one start. A replay runs the same kernels at the same addresses, with these
 consequences:
 
 - All inputs of a step lie in one tensor, which is filled anew before each replay.
@@ -26,7 +26,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Graphs:
-    """The graphs of one model. They are captured when they are first needed."""
+    """The graphs of one model, each captured when it is first needed."""
 
     most = 64  # beyond this number, the least recently used graph is dropped
 
@@ -36,9 +36,9 @@ class Graphs:
         self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Return function(inputs), computed by a replay of the graph of `key`. The first call with
-        a key captures its graph. Calls with the same key must have the same shapes. The next call
-        may overwrite the result."""
+        """Return function(inputs), computed by a replay of the graph of `key`, which the first call
+        with this key captures. Calls with the same key must have the same shapes. The next call may
+        overwrite the result."""
         if key in self.captured:
             graph, fixed, out = self.captured.pop(key)
             fixed.copy_(inputs, non_blocking=True)

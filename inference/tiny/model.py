@@ -8,18 +8,18 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
 
 After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v. Qwen3 applies norm
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
-microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
+microsecond, whatever its size, so one product gives q, k and v, and another gives gate and up.
 
-For each sequence, `step` feeds the model the tokens whose keys its cache slot lacks. Prefill,
-decode and the next turn of a conversation differ only in how many tokens these are.
+`step` feeds the model those tokens of each sequence whose keys are not yet cached. Prefill, decode
+and the next turn of a conversation differ only in how many tokens these are.
 
-*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
-place. But a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
+*The cache* has slots of equal length (`fit`), not pages as in SGLang. A step can therefore read its
+keys in place, but a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
-*Bits.* On one CPU thread in float32, a row's logits do not depend on other rows. But torch picks
-kernels by matrix shapes, and two kernels can add in different orders. Four rules keep the order
-fixed. Weights are stored column by column (`_load`). A matrix product has 8 to 128 rows (`product`,
-`attend`). A prompt's tokens are padded to a multiple of 8. `key_length` rounds up the key count.
+*Bits.* On one CPU thread in float32, other rows never change a row's logits. This takes care: torch
+picks kernels by matrix shapes, and two kernels can add in different orders. Four rules fix the
+order: weights are stored column by column (`_load`), products have 8 to 128 rows (`product`,
+`attend`), prompts are padded to a multiple of 8 tokens, and `key_length` rounds up the key count.
 
 *bfloat16* halves the bytes of weights and keys. The hidden state, norms, rotation and softmax stay
 in float32. On a CPU, oneDNN reorders each matrix once (`_load`) instead of for each product.
@@ -99,8 +99,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return (a + ib) e^(i angle) for the halves a and b of each head of x (..., d). `rotation` is
-    complex, (..., d/2). The result interleaves the halves. This does not change q k', because q and
-    k are both interleaved."""
+    complex, (..., d/2). The result interleaves the halves, which does not change q k', because q
+    and k are both interleaved."""
     a, b = x.chunk(2, dim=-1)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
@@ -143,7 +143,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     rows = len(x)
     if FEWEST <= rows <= MOST or not x.is_cpu:
         return x @ w
-    x = F.pad(x, (0, 0, 0, -rows % FEWEST))  # so the last part has FEWEST rows, too
+    x = F.pad(x, (0, 0, 0, -rows % FEWEST))  # so the last part, too, has at least FEWEST rows
     return torch.cat([part @ w for part in x.split(MOST)])[:rows]
 
 
@@ -152,9 +152,9 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def round_up_a_little(n: int, multiple: int) -> int:
-    """Round n up to a multiple of `multiple` and of an eighth of the next power of 2. So only few
-    different results occur. If `multiple` is 8, the results are 8, 16, ..., 64, 80, 96, 112, 128,
-    160 and so on."""
+    """Round n up to a multiple of `multiple` and of an eighth of the next power of 2, so that there
+    are few different results. If `multiple` is 8, they are 8, 16, ..., 64, 80, 96, 112, 128, 160
+    and so on."""
     return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
@@ -188,11 +188,11 @@ class Model:
         self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # tokens that end a text
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
         self.device = torch.device(device)
-        self.exact = self.device.type == "cpu" and dtype == "float32"  # as "Bits" above says
-        # limits of the padded tokens in a step: of all prompts together, and of one prompt
+        self.exact = self.device.type == "cpu" and dtype == "float32"  # see "Bits" above
+        # most tokens in a step, with padding: of all prompts together, and of one prompt
         self.prefill = 2048 if self.device.type == "cuda" else 512
         self.chunk = MOST if self.exact else self.prefill
-        self.packs = PACKS and self.device.type == "cpu" and not self.exact  # the matrices w_...
+        self.packs = PACKS and self.device.type == "cpu" and not self.exact  # oneDNN packs w_...
         self.vocab_size: int = config["vocab_size"]
         self.context_length = min(config["max_position_embeddings"], tokens)
         self.heads: int = config["num_attention_heads"]
@@ -291,7 +291,7 @@ class Model:
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
         # `places` says where the first head's keys go in the cache. Padding gets a place beyond the
-        # cache's end. `_layers` replaces such a place by the cache's last one.
+        # cache's end, which `_layers` replaces by the cache's last place.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:
@@ -372,7 +372,8 @@ class Model:
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
         RuntimeError, and changes nothing, if all weights are missing, or if one has another shape
-        or is not finite. A NaN is refused because keys computed from it would stay in the cache."""
+        or is not finite. A NaN is refused because keys computed from it would stay in the cache,
+        where no mask hides them."""
         joined = (names for *_, names in self.parts if not named.keys().isdisjoint(names))
         new = {name for names in joined for name in names}
         wrong = [  # a sum is quick, and finite only if all numbers are

@@ -1,9 +1,8 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
-Every draw uses one random number. This number is a hash of the request's seed and the token's
-position, so it does not depend on the other requests in the batch. An aborted request can be sent
-again with its seed and partial output. Its next tokens then get the same random numbers as without
-the abort.
+Every draw uses one random number: a hash of the request's seed and the token's position, so other
+requests in the batch do not change it. If an aborted request is sent again with its seed and
+partial output, its next tokens get the same random numbers as without the abort.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
 trainer applies no penalty, top_p or top_k, so it leaves out tokens that were sampled with them
@@ -50,7 +49,7 @@ class Sequence:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     cached: int = 0  # how many of its first tokens have keys in its slot
-    used: int = 0  # number of the last step that fed it, or of the step before it came
+    used: int = 0  # number of the last step that fed it, or of the step before it arrived
     awaits: Any = None, 0  # a running sequence, and how many of its keys this one will copy
 
     def __post_init__(self) -> None:

@@ -18,8 +18,8 @@ its queue, and its keys are computed again later. To save this work, slots grow 
 
 *Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
 are taken, a waiting session gets a slot from a session that runs at least two sequences more. A
-sequence that does not fit beside the running ones waits, and holds up its queue. All other sessions
-may overtake it for PATIENCE steps, and later only sessions that run fewer sequences.
+sequence that does not fit beside the running ones waits, and holds up its queue. For PATIENCE steps
+all other sessions may overtake it, and after that only sessions that run fewer sequences.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all running sequences back to their queues.
@@ -138,11 +138,11 @@ class Scheduler:
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
         """Begin with the shortest prompt, but prefer prompts that have waited more than PATIENCE
         steps. Add the prompts of neighbouring slots while they fit into the step. A long prompt is
-        fed alone, and in pieces."""
+        fed alone and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
-        # A piece's tokens attend to at most prefill * 512 keys together. On a CPU, these are 128
-        # tokens after 2,048, or 16 tokens after 16,384.
+        # A piece's tokens attend to at most prefill * 512 keys together. On a CPU, a piece can have
+        # 128 tokens after 2,048, or 16 after 16,384.
         piece = self.model.prefill * 512 // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
         end, columns = first + 1, min(most, round_up(left[first], FEWEST))

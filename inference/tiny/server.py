@@ -2,7 +2,7 @@
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
-Everything except the reading of new weights happens in one thread: the routes and the steps take
+Everything except reading new weights happens in one thread, where the routes and the steps take
 turns in the asyncio loop. So a small model's steps do not compete with the routes for Python's
 global lock. A route reads or changes the scheduler only between two steps, so nothing needs a lock.
 But /health and /abort_request wait for the running step, which feeds at most 512 prompt tokens
@@ -15,7 +15,7 @@ that the server could not complete, such as one longer than the context.
 In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, its sampling_params
 and the weights. In bfloat16 or on a GPU, they also depend on other requests, which change the
 rounding. New weights replace the old ones between two steps, and unfinished requests continue with
-the new ones. If a client hangs up, its request continues, so /abort_request has to end it. Not
+the new ones. A request continues when its client hangs up, unless /abort_request ends it. Not
 supported: streaming, prompts as text, several prompts in one request, logprobs of prompts,
 grammars, LoRA, mixtures of experts, the pause mode in_place, and new weights through a process
 group.
@@ -75,7 +75,7 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
             stepping = asyncio.create_task(compute())
 
     async def compute() -> None:
-        """Compute steps until there is nothing to compute."""
+        """Compute steps until there is nothing left to compute."""
         try:
             while scheduler.step():
                 for _ in range(3):  # a request takes three turns of the loop: read, run, answer
@@ -157,7 +157,6 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve until a signal."""
     parser = argparse.ArgumentParser(description="A small server with SGLang's HTTP protocol.")
     add = parser.add_argument
     add("--model-path", required=True, help="a Hugging Face folder")
