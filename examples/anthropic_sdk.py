@@ -23,6 +23,13 @@ SCHEMAS = [
 ]
 
 
+def compute(name, arguments):
+    try:
+        return str(TOOLS[name](**arguments))
+    except (KeyError, TypeError):  # the model's mistake, which costs reward
+        return "error"
+
+
 class Agent:
     async def run(self, data, **extra_kwargs):
         base_url = extra_kwargs["base_url"].removesuffix(
@@ -43,12 +50,12 @@ class Agent:
                 messages.append({"role": "assistant", "content": reply.content})
                 uses = [block for block in reply.content if block.type == "tool_use"]
                 if not uses:
-                    return float(reply.content[-1].text.split()[-1] == data["answer"])
+                    return float(reply.content[-1].text.split()[-1:] == [data["answer"]])
                 results = [
                     {
                         "type": "tool_result",
                         "tool_use_id": use.id,
-                        "content": str(TOOLS[use.name](**use.input)),
+                        "content": compute(use.name, use.input),
                     }
                     for use in uses
                 ]

@@ -43,4 +43,4 @@ class Agent:
             system_message="Compute.",
         )
         result = await agent.run(task=data["question"])
-        return float(result.messages[-1].content.split()[-1] == data["answer"])
+        return float(result.messages[-1].content.split()[-1:] == [data["answer"]])

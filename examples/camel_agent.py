@@ -57,4 +57,4 @@ class Agent:
         tools = [FunctionTool(add), FunctionTool(multiply)]
         agent = ChatAgent("Compute with the tools.", model=model, tools=tools, max_iteration=4)
         response = await agent.astep(data["question"])
-        return float(response.msgs[-1].content.split()[-1] == data["answer"])
+        return float(response.msgs[-1].content.split()[-1:] == [data["answer"]])

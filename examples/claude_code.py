@@ -27,4 +27,4 @@ class Agent:
             CLAUDE_CODE_AUTO_COMPACT_WINDOW="100000",
             CLAUDE_AUTOCOMPACT_PCT_OVERRIDE=str(100 * self.compact_at / WINDOW),
         )
-        return float(said.split()[-1] == data["answer"])
+        return float(said.split()[-1:] == [data["answer"]])

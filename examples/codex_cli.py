@@ -36,4 +36,4 @@ class Agent:
             data["question"],
             POLICY_KEY=extra_kwargs["api_key"],
         )
-        return float(said.split()[-1] == data["answer"])
+        return float(said.split()[-1:] == [data["answer"]])

@@ -44,4 +44,4 @@ class Agent:
         graph.add_edge("tools", "think")
         question = {"messages": [("user", data["question"])]}
         final = await graph.compile().ainvoke(question, {"recursion_limit": 10})
-        return float(final["messages"][-1].content.split()[-1] == data["answer"])
+        return float(final["messages"][-1].content.split()[-1:] == [data["answer"]])

@@ -32,7 +32,7 @@ class Agent:
                 message = reply.choices[0].message
                 messages.append(message)
                 if not message.tool_calls:
-                    return float(message.content.split()[-1] == data["answer"])
+                    return float(message.content.split()[-1:] == [data["answer"]])
                 for call in message.tool_calls:
                     function = call.function
                     result = await session.call_tool(function.name, json.loads(function.arguments))

@@ -39,4 +39,4 @@ class Agent:
             tracing_disabled=True
         )  # with tracing, the SDK reports each run to OpenAI
         result = await Runner.run(agent, data["question"], max_turns=4, run_config=config)
-        return float(result.final_output.split()[-1] == data["answer"])
+        return float(result.final_output.split()[-1:] == [data["answer"]])

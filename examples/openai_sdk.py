@@ -44,8 +44,11 @@ class Agent:
             message = reply.choices[0].message
             messages.append(message)
             if not message.tool_calls:
-                return float(message.content.split()[-1] == data["answer"])
+                return float(message.content.split()[-1:] == [data["answer"]])
             for call in message.tool_calls:
-                result = TOOLS[call.function.name](**json.loads(call.function.arguments))
+                try:
+                    result = TOOLS[call.function.name](**json.loads(call.function.arguments))
+                except (KeyError, TypeError, ValueError):  # the model's mistake, which costs reward
+                    result = "error"
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
         return 0.0

@@ -33,4 +33,4 @@ class Agent:
             data["question"], model=model, usage_limits=limits
         ) as stream:
             output = await stream.get_output()
-        return float(output.split()[-1] == data["answer"])
+        return float(output.split()[-1:] == [data["answer"]])

@@ -11,4 +11,4 @@ class Agent:
     async def run(self, data, **extra_kwargs):
         where = extra_kwargs["base_url"], extra_kwargs["api_key"]
         said = await run_process("node", str(NODE / "vercel_ai.mjs"), *where, data["question"])
-        return float(said.split()[-1] == data["answer"])
+        return float(said.split()[-1:] == [data["answer"]])
