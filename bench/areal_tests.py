@@ -5,10 +5,10 @@
     python bench/areal_tests.py /tmp/AReaL
 
 AReaL's import names are made to point to this project's modules, and the adapters below translate
-arguments whose names differ. Nothing of AReaL is copied. A test fails where this project differs on
-purpose. Such a test is listed under the difference that explains its failure (docs/differences.md).
-If nothing explains a failure, it is printed as NOT EXPLAINED, and the exit code is 1. Tests of
-AReaL's configuration classes do not run. The script only counts them.
+arguments whose names differ. Nothing of AReaL is copied. Where this project differs on purpose, a
+test fails, and is listed under the difference that explains its failure (docs/differences.md). If
+nothing explains a failure, it is printed as NOT EXPLAINED, and the exit code is 1. Tests of AReaL's
+configuration classes do not run, and are only counted.
 """
 
 import importlib.util
@@ -179,7 +179,7 @@ FILES = (
     "tests/test_prox_approx.py",
     "tests/test_cispo_loss.py",
 )
-# A text in the name or the error of a failed test, and the difference that explains the failure.
+# A text in a failed test's name or error, and the difference that explains the failure.
 DIFFERENCES = {
     "TestThreadSafety": "one event loop calls the gate, so it has no lock",
     "test_accept_without_submit_is_invalid": "an impossible event raises an error",
@@ -263,7 +263,7 @@ def provide(checkout: Path) -> None:
 
 class Absent:
     """A stand-in for a class or a function of AReaL that is missing in this project. A test that
-    uses the stand-in fails."""
+    uses it fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -6,19 +6,18 @@ turns of a group.
 
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other
 games in its group. Games differ in length, so some late turns have no other turn to be compared
-with. A turn that is compared with no other turn has advantage 0 and teaches nothing. If all
-compared turns have the same final reward, their advantages are 0. `per_turn=false` compares a turn
-with all turns of its group. In the demo and in the maze, every turn of an episode has the episode's
-reward. With `per_turn=false` the baseline is a weighted mean of the rewards of the group's
-episodes: an episode with k turns has weight k.
+with. Such a turn has advantage 0 and teaches nothing. The same holds for compared turns that all
+have the same final reward. `per_turn=false` compares a turn with all turns of its group. In the
+demo and in the maze, every turn of an episode has the episode's reward. So with `per_turn=false`
+the baseline is a mean of these rewards, in which an episode with k turns has weight k.
 
 The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The
 command `signal` reads the batches that a run wrote to its folder tokens/ and computes the
-advantages with each baseline. If all members of a group have the same reward, all advantages of the
-group are 0 with both baselines, so `signal` leaves the group out. For all other groups, `signal`
-prints the share of turns with advantage 0. The share depends on the group size, so `signal`
-computes the share among the first 4 members, the first 8 members and all members of each group. The
-results are in docs/algorithm.md.
+advantages with each baseline. If all members of a group have the same reward, all its advantages
+are 0 with both baselines, so `signal` leaves the group out. For the other groups, it prints the
+share of turns with advantage 0. The share depends on the group size, so it is computed among the
+first 4 members, the first 8 members and all members of each group. The results are in
+docs/algorithm.md.
 """
 
 import argparse

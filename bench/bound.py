@@ -1,12 +1,12 @@
-"""Claim: a session that reaches its bound does not hold another one at the proxy.
+"""Claim: a session that reaches its bound does not hold up another one at the proxy.
 
     python bench/bound.py [--calls 2048]
 
 One session makes calls of 30 kB, each a conversation of its own, until the proxy refuses or the
 session has made `--calls` calls. Then the session is rewarded and exported. Meanwhile sessions of
-another process make short calls, and are exported, too. The short calls are measured first alone,
-then beside the large calls, and then beside the large export. Each line shows the median and the
-worst wait of the short calls in ms, and the proxy's memory. The engine answers at once, as in
+another process make short calls, and are exported, too. The short calls are measured alone, then
+beside the large calls, and then beside the large export. Each line shows the median and the worst
+wait of the short calls in ms, and the proxy's memory. The engine answers at once, as in
 bench/proxy.py.
 """
 
@@ -31,10 +31,8 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 
 class Session:
-    """A session at the proxy."""
-
     def __init__(self, url: str) -> None:
-        wire = httpx.HTTPTransport(retries=8)  # until the proxy listens
+        wire = httpx.HTTPTransport(retries=8)  # the proxy may not listen yet
         self.http = httpx.Client(base_url=url, timeout=600, transport=wire)
         self.http.post("/grant_capacity", headers=ADMIN)
         started = self.http.post("/rl/start_session", json={"task_id": "t"}, headers=ADMIN)
@@ -63,7 +61,7 @@ def measure(url: str, stop: Any, waits: Any) -> None:
     """Make short calls until `stop` is set, and put the ms of each into `waits`."""
     found, session = list[float](), Session(url)
     while not stop.is_set():
-        if len(found) % 1000 == 999:  # before its own bound
+        if len(found) % 1000 == 999:  # change the session before its own bound
             session.export()
             session = Session(url)
         asked = time.perf_counter()

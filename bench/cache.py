@@ -5,11 +5,10 @@
 The first part counts messages in a conversation of 100 turns, in which every call sends the whole
 history. `read` counts the messages that the call brings to canonical form: only the new ones,
 because the call continues the latest call. `rendered` counts the messages that the chat template
-renders. It should not grow from turn to turn.
+renders. This count should not grow from turn to turn.
 
-The second part measures the CPU time of this cache and of AReaL's, three times each and in turn.
-The smallest time of each counts. The last column is the target for this cache's time, divided by
-AReaL's:
+The second part measures the CPU time of this cache and of AReaL's three times each, in turn, and
+takes the smallest of each. The last column is the target for this cache's time divided by AReaL's:
 
     chain       adds the 400 turns of one conversation                      at most 1.2
     siblings    adds 800 turns with the same 200 messages                   at most 0.25
@@ -95,8 +94,8 @@ def add_peers(
 def timed(
     make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]
 ) -> float:
-    """Return how many milliseconds of CPU time a cache needs for a list of calls of `add`. The
-    function `fill` makes the list of calls before the measurement begins."""
+    """Return how many milliseconds of CPU time a cache needs for a list of calls of `add`. `fill`
+    makes the list before the measurement begins."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()

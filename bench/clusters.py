@@ -1,5 +1,5 @@
-"""Two claims: consuming groups in order of start costs time if a few answers are very long, and the
-speedup by asynchronous training is largest on large clusters.
+"""Two claims: consuming groups in order of start costs time if a few answers are very long, and
+asynchronous training gains most on large clusters.
 
     python bench/clusters.py             # simulate all, write the CSV, print the tables
     python bench/clusters.py --tables    # the tables, from docs/clusters.csv
@@ -9,12 +9,11 @@ time. The lengths of sequences and the times of steps are assumptions, not measu
 
 **Orders.** The first simulation compares the orders in which training steps can consume groups.
 Each step trains on 8 groups of one sequence. The time to generate a group is lognormal with a mean
-of 2 s, and any number of groups can run at once. A training step takes 0.8 s and a weight update
-0.02 s.
+of 2 s, and any number of groups can run at once. Training takes 0.8 s and a weight update 0.02 s.
 
 **Clusters.** The second simulation compares clusters of 1 to 1,024 GPUs. Each step trains on 512
 groups of 16 answers. Synchronous training uses every GPU first for generation and then for
-training. Asynchronous training uses three quarters of the GPUs for generation and one quarter for
+training; asynchronous training uses three quarters of the GPUs for generation and the rest for
 training.
 """
 
@@ -43,8 +42,8 @@ Rows = dict[tuple[str, ...], dict[str, float]]
 
 
 def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
-    """Return a function that draws lognormal lengths with mean `mean`. `sigma` is the standard
-    deviation of a length's logarithm. A length above `most` becomes `most`."""
+    """Return a function that draws lognormal lengths with mean `mean`, at most `most`. `sigma` is
+    the standard deviation of a length's logarithm."""
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng, _: min(rng.lognormvariate(mu, sigma), most)
 
@@ -77,9 +76,9 @@ def cluster(
     generates and then trains.
 
     After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a
-    run starts the groups of eta + 1 batches. After time 0 the run starts the groups of one batch
-    per step. The first steps differ from later steps, so the results exclude the first 2 (eta + 1)
-    steps. With eta = 0 the results exclude the first 3 steps.
+    run starts the groups of eta + 1 batches, and later those of one batch per step. So the first
+    steps differ from later ones, and the results exclude the first 2 (eta + 1) steps, or 3 with eta
+    = 0.
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
@@ -108,8 +107,8 @@ def cluster(
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return the setup of a cluster whose training time is multiplied by `factor`. A small `factor`
-    makes training so fast that generation limits the speed of the run."""
+    """Return the setup of a cluster whose training time is multiplied by `factor`. With a small
+    `factor`, generation limits the speed of the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 
@@ -148,8 +147,8 @@ def simulate_all() -> Iterator[dict[str, Any]]:
 
 
 def read_rows() -> Rows:
-    """Read docs/clusters.csv. A row about an order of consumption has a sigma and no number of
-    GPUs. A row about a cluster has a number of GPUs and no sigma."""
+    """Read docs/clusters.csv. A row about an order of consumption has a sigma, and a row about a
+    cluster a number of GPUs."""
     rows = {}
     for line in csv.DictReader(TABLE.read_text().splitlines()):
         key = tuple(line.pop(name) for name in ("what", "gpus", "sigma", "eta", "order"))
@@ -172,9 +171,9 @@ def order_table(rows: Rows) -> list[str]:
 
 
 def speed_table(rows: Rows) -> list[str]:
-    """Return a table of the speed of asynchronous training, divided by the speed of synchronous
-    training, for each cluster and each eta. Each cell has two numbers: the first for
-    rollout.stale=wait and the second for rollout.stale=mask."""
+    """Return a table of the speed of asynchronous training, divided by that of synchronous
+    training, for each cluster and each eta. Each cell has two numbers, for rollout.stale=wait and
+    for rollout.stale=mask."""
     lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
     for gpus in GPUS:
         sync = rows["1.5B", str(gpus), "sync", "wait"]["step_s"]
@@ -191,8 +190,8 @@ def speed_table(rows: Rows) -> list[str]:
 def use_table(rows: Rows) -> list[str]:
     """Return a table of the throughput, the utilisation and the lag of three clusters.
 
-    If a table cell holds two numbers, the first was simulated with rollout.stale=wait and the
-    second with rollout.stale=mask.
+    If a cell has two numbers, the first is for rollout.stale=wait and the second for
+    rollout.stale=mask.
     """
     lines = head(
         "GPUs",

@@ -47,7 +47,7 @@ def train(folder: Path, eta: int, seed: int, steps: int) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What the table and the figure need of a finished run."""
+    """What the table and the figure need from a finished run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     begin = lines[0]["wall_s"] - lines[0]["step_s"]  # the base model was evaluated before
     seconds = lines[-1]["wall_s"] - begin

@@ -5,8 +5,8 @@
 
 A random Qwen3, or the pretrained model in DIR, adds 128 tokens to each of 1, 8, 32 or 64 random
 prompts of 64 tokens, on one thread. The unit is tokens per second of CPU time, because other
-programs lengthen the wall time. Three ways to generate are repeated in turn. The fastest repetition
-of each way counts, because other programs can only slow a repetition down:
+programs lengthen the wall time. Three ways to generate are repeated in turn, and the fastest
+repetition of each counts, because other programs can only slow it down:
 
     generate   model.generate on one batch, at temperature 1; with --static, its cache has a fixed
                length, which makes it faster on a CPU
@@ -19,9 +19,9 @@ is, a prompt's last logits have the same bits whether they come from a prefill o
 from a prefill of a batch, or from a decode step.
 
 Two more lines for each model have the CPU seconds of 4 groups of 8 answers to prompts of 145
-tokens, as training asks for them. They compare model.generate, the engine if it computes the prompt
-of every answer, and the engine as it is, which computes a group's prompt once and copies its keys.
-The first line has one new token per answer, so it measures the prompts.
+tokens, as training asks for them. They compare model.generate, the engine made to compute the
+prompt of every answer, and the engine as it is, which computes a group's prompt once and copies its
+keys. The first line has one new token per answer, so it measures the prompts.
 """
 
 import argparse

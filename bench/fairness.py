@@ -1,4 +1,4 @@
-"""Claim: one session's long requests do not hold the short ones of another session.
+"""Claim: one session's long requests do not hold up the short ones of another session.
 
     python bench/fairness.py [--seconds 20] [--total 16384]
 
@@ -9,8 +9,8 @@ follow one another, at most a hundred a second, first alone and then beside a se
     eight calls    of 16,000 new tokens each
     four prompts   of 15,000 tokens each
 
-Each line shows the median and the worst wait of the short requests in ms. It also shows the worst
-wait divided by the worst wait of the short requests alone. The target is at most 5.
+Each line shows the median and the worst wait of the short requests in ms, and the worst wait
+divided by that of the short requests alone. The target for this ratio is at most 5.
 """
 
 import argparse

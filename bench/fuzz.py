@@ -1,4 +1,4 @@
-"""Send random requests to every endpoint of the proxy and of the small server; both must live.
+"""Send random requests to every endpoint of the proxy and of the small server; both must survive.
 
     python bench/fuzz.py                            # 200,000 requests, seed 1 (`make soak`)
     python bench/fuzz.py --requests 5000 --seed 7   # send fewer requests, with another seed
@@ -10,8 +10,8 @@ may be wrong. Its sender may be slow, or close one half of the connection.
 
 A complete request must get a reply with a status below 500 within 60 seconds. An incomplete request
 may also get a closed connection. Meanwhile valid sessions run, and `check` of bench/load.py checks
-their tokens. In the end the server must have its first version, run nothing, and give the same
-answer to one prompt as at the start. Requests that may change a server's state go to a second
+their tokens. In the end the server must still have its first version, run nothing, and give the
+same answer to one prompt as at the start. Requests that may change a server's state go to a second
 server and proxy.
 """
 
@@ -291,8 +291,7 @@ def body_of(rng: random.Random, name: str, session_id: str) -> bytes:
 def request_of(
     rng: random.Random, method: str, path: str, key: str, session_id: str
 ) -> tuple[bytes, bool]:
-    """Return the bytes of a random request, and whether these bytes are a complete and valid HTTP
-    request.
+    """Return the bytes of a random request, and whether they are a complete and valid HTTP request.
 
     `method` is the endpoint's HTTP method.
     """
@@ -336,8 +335,8 @@ def request_of(
 
 
 async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> bytes | None:
-    """Send a request, sometimes slowly or only in part. Return the reply, or None if the script
-    itself closed the connection."""
+    """Send a request, sometimes slowly or only in part. Return the reply, or None if this function
+    closed the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     try:
         cut = rng.random() < 0.05
@@ -383,7 +382,7 @@ class Fuzz:
         for app in (create_app(Proxy(None, tokenizer, "")), create_server(NO_SCHEDULER)):
             for route in app.routes:
                 method, name = min(route.methods - {"HEAD"}), route.path[1:]
-                if isinstance(route, APIRoute):  # of the server, four times: it gets more requests
+                if isinstance(route, APIRoute):  # the server's, four times: it gets more requests
                     where, key, count = "server" if name in SAFE else "control server", KEY, 4
                 else:
                     where, key, count = "proxy", ADMIN, 1
@@ -422,8 +421,8 @@ class Fuzz:
             )
 
     async def work(self, numbers: Any) -> None:
-        """Take request numbers from the iterator `numbers`, which all workers share, and send the
-        requests with these numbers. Start two new sessions for every hundred requests."""
+        """Send the requests whose numbers come from the iterator `numbers`, which all workers
+        share. Start two new sessions for every hundred requests."""
         while batch := list(itertools.islice(numbers, 100)):
             with contextlib.suppress(
                 EngineError

@@ -4,16 +4,16 @@ the end only if the reward reaches the calls whose answers were read.
     python bench/links.py [--seeds 1 2 3 4 5] [--steps 30]
 
 The agent gets three digits, and must answer with the largest. The call `note` sees the three digits
-and passes one of them on. The last call reads the digit that was passed on, and the base model has
-learnt to repeat it. So the call `note` must learn which digit to pass on.
+and passes one of them on. The last call reads this digit, which the base model has learnt to
+repeat. So the call `note` must learn which digit to pass on.
 
     compacts     user: note 4 1 3 - [4]      user: 4 - user: largest - [4]
     delegates    user: largest 4 1 3 - [ask] - tool: 4 - [4]       user: note 4 1 3 - [4]
 
 Only the last call is rewarded. Each agent trains with `rollout.openai.compaction=link` and with
 `cut`. The base model passes on a random one of the three digits. The table shows the mean success
-of the last five steps. If the passed digit stays random, a last call that sees no other digit can
-reach a success of about .5.
+of the last five steps. Even if the passed digit stays random, a last call that sees no other digit
+can reach a success of about .5.
 """
 
 import argparse

@@ -9,17 +9,15 @@ take no memory.
 
 The benchmark starts the small server and the proxy as processes, with a random model of two layers.
 Each session asks questions that contain its own number, and sends its whole history with every
-call. The client does not retry calls. At the end of a session the benchmark exports the session and
-makes two checks of the exported row. The prompts must contain the questions of the session in
-order, and no other question. The sampled tokens of each turn must decode to the text that the
-client has read.
+call. The client does not retry calls. At its end a session is exported, and its row is checked: the
+prompts must contain the questions of the session in order, and no other question, and the sampled
+tokens of each turn must decode to the text that the client has read.
 
 For every tenth session the benchmark also computes the log-probabilities with transformers, and
-prints the largest difference from the exported log-probabilities.
+prints the largest difference from the exported ones.
 
-For the server and for the proxy, the printed table shows how the resident memory and the number of
-open file descriptors change during the benchmark. The descriptors are counted in /proc, so the
-benchmark needs Linux.
+The printed table shows how the resident memory and the number of open file descriptors of server
+and proxy change. They are read from /proc, so the benchmark needs Linux.
 """
 
 import argparse
@@ -78,8 +76,8 @@ def allow_open_files() -> None:
 def start_relay(url: str, cut: float) -> str:
     """Start a slow relay to a server, in a thread, and return the relay's URL.
 
-    The relay delays every piece of data by up to 50 ms. With probability `cut` the relay sends only
-    the beginning of a piece of data and then closes the connection.
+    The relay delays every piece of data by up to 50 ms. With probability `cut` it sends only the
+    beginning of a piece and then closes the connection.
     """
     rng, port, address = random.Random(1), free_port(), url.removeprefix("http://").split(":")
 
@@ -169,7 +167,7 @@ def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[st
 
 def worst_logprob(model: Any, row: dict[str, list]) -> float:
     """Return the largest difference, over the trained tokens, between the row's log-probabilities
-    and the log-probabilities of a forward pass."""
+    and those of a forward pass."""
     ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:], dtype=torch.bool)
     with torch.no_grad():
         logprobs = model(ids[None, :-1]).logits[0].float().log_softmax(-1)

@@ -4,21 +4,20 @@ matrix of logits.
     python bench/loss.py            # make all three measurements
     python bench/loss.py --small    # V = 20,000 and T = 1,024, for less than 16 GB
 
-**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. This
-project should need at most a tenth of AReaL's time for the same advantages.
+**Time of the advantages.** For 64 rows of 2,048 tokens, this project should need at most a tenth of
+AReaL's time for the same advantages.
 
-**Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens,
-without the backward pass. The loss should take no longer than AReaL's loss for the same objective.
-The printed times of advantages and loss are medians of `--repeat` rounds. Each round runs every
-function once, in the same process. If `areal` cannot be imported, the benchmark prints "peer
-absent".
+**Time of the loss.** For the same rows, the loss and its metrics, without the backward pass, should
+take no longer than AReaL's loss for the same objective. The printed times of advantages and loss
+are medians of `--repeat` rounds, each of which runs every function once, in the same process. If
+`areal` cannot be imported, the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096
-tokens, a vocabulary of V = 151,936 and hidden size 256. The plain way to compute log-probabilities
-keeps all logits in memory. The chunked way keeps the logits of only one chunk of tokens at a time.
-Each of the two ways runs in a separate process, which measures the rise of its peak resident
-memory. The target is that the chunked way needs at most a quarter of the plain way's memory. The
-printed check sums show that the plain way and the chunked way compute the same numbers.
+tokens, a vocabulary of V = 151,936 and hidden size 256. The plain way keeps all logits in memory;
+the chunked way keeps the logits of only one chunk of tokens at a time. Each runs in a separate
+process, which measures the rise of its peak resident memory. The target is that the chunked way
+needs at most a quarter of the plain way's memory. The printed check sums show that both ways
+compute the same numbers.
 """
 
 import argparse
@@ -66,8 +65,8 @@ def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tup
 
 
 def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
-    """Make a random batch of B rows in groups of 8 rows. Each row has T tokens, and the first 200
-    tokens are the prompt."""
+    """Make a random batch of B rows in groups of 8. Each row has T tokens, of which the first 200
+    are the prompt."""
     g = torch.Generator().manual_seed(0)
     trained = torch.arange(T).expand(B, T) >= 200
     rewards = torch.randint(0, 2, (B,), generator=g).float()
@@ -87,11 +86,10 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """Return AReaL's function that computes advantages, or None if AReaL's function cannot run.
+    """Return AReaL's function that computes advantages, or None if it cannot run.
 
-    AReaL's function normalises with the mean and the standard deviation of each group, as
-    compute_advantages does in `bench_times`. If AReaL's function cannot run, this function prints
-    the reason.
+    It normalises with the mean and the standard deviation of each group, as compute_advantages does
+    in `bench_times`. If it cannot run, the reason is printed.
     """
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
@@ -114,7 +112,6 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
 
 
 def bench_times(repeat: int) -> None:
-    """Measure and print the times of advantages and loss."""
     batch, cap = make_batch(), 5.0
     functions: dict[str, Callable[[], Any]] = {
         "advantages, ours": lambda: compute_advantages(batch)
@@ -133,8 +130,8 @@ def bench_times(repeat: int) -> None:
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # AReaL's default objective has no behaviour weight. With `rejection_sampling`, AReaL's
-        # objective equals the objective of this project.
+        # AReaL's default objective has no behaviour weight. With `rejection_sampling`, its
+        # objective equals this project's.
         where = {
             "logprobs": theta,
             "proximal_logprobs": prox,
@@ -183,8 +180,7 @@ def measure(way: str, T: int, V: int, H: int = 256) -> None:
 
 
 def bench_memory(T: int, V: int) -> None:
-    """Print the memory of the plain way and of the chunked way. Each of the two ways runs in a
-    process of its own."""
+    """Print the memory of the plain way and of the chunked way, each in a process of its own."""
     found = {}
     for way in ("plain", "chunked"):
         command = [sys.executable, __file__, "--measure", way, str(T), str(V)]

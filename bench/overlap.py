@@ -6,17 +6,16 @@ at equal reward.
     python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
 
 Every run trains a model with configs/maze.yaml for the same number of steps and on the same number
-of samples. The trainer's process runs on one core, and the inference server on another core. The
-benchmark keeps each finished run in runs/overlap, and does not repeat it.
+of samples. The trainer's process runs on one core, and the inference server on another. Finished
+runs stay in runs/overlap, and are not repeated.
 
-The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark
-tries several values of this key. With all later seeds, the benchmark uses only the value that was
-fastest with the first seed.
+The column `concurrent` shows rollout.max_concurrent_rollouts. The first seed tries several values
+of this key, and the later seeds use only the fastest of them.
 
 The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts
-the running walks, which then continue with the new weights. With `drain`, the trainer first stops
-starting new groups, then waits until all running groups have finished, and then sends the weights.
-The class `Drained` in this file implements the mode `drain`, which train.py does not have.
+the running walks, which then continue with the new weights. With `drain`, the trainer starts no new
+groups, waits until all running ones have finished, and then sends the weights. train.py does not
+have this mode; the class `Drained` below implements it.
 
 The remaining columns of the table come from each run's files trace.json, cpu.json and
 metrics.jsonl. All times are in seconds.
@@ -67,7 +66,6 @@ class Mode(NamedTuple):
 
 
 def folder_of(root: Path, mode: Mode, concurrent: int, seed: int, steps: int) -> Path:
-    """Return the folder of a run."""
     return root / "overlap" / f"eta{mode.eta}-{mode.update}-{concurrent}-steps{steps}-seed{seed}"
 
 
@@ -144,7 +142,7 @@ def behind_the_oldest(trace: list[dict]) -> float:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Return a dict from the names of the table's columns to the numbers of one run."""
+    """Return the numbers of one run by the names of the table's columns."""
     trace = json.loads((folder / "trace.json").read_text())
     begin, end = json.loads((folder / "cpu.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -177,8 +175,8 @@ def main() -> int:
     start = time.monotonic()
 
     def run(mode: Mode, concurrent: int, seed: int) -> dict[str, float]:
-        """Return the numbers that the table shows for a run. If the run has not been made yet, make
-        the run first."""
+        """Return the numbers that the table shows for a run, which is first made if it does not
+        exist."""
         folder = folder_of(args.fileroot, mode, concurrent, seed, args.steps)
         if not (folder / "done").exists():
             if time.monotonic() - start > args.seconds:
@@ -215,8 +213,7 @@ def main() -> int:
             },
             flush=True,
         )
-    # The runs of one seed are made one after another, so that the machine has a similar load for
-    # all modes of one seed.
+    # The runs of one seed are made one after another, so that all its modes meet a similar load.
     runs = {mode: list[dict[str, float]]() for mode in best}
     for seed in args.seeds:
         found = {mode: run(mode, concurrent, seed) for mode, concurrent in best.items()}

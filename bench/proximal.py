@@ -4,12 +4,12 @@ lags.
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
 The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with
-`actor.prox_logp_method=metrics`. With the value `metrics`, the trainer computes log pi_prox of
-every trained token by a forward pass, so the error of each estimate is known. The run writes its
-tokens to tokens/*.safetensors. The lag of a token is v - v_b, where version v is trained on the
-token and version v_b sampled the token. For each lag and each of three estimates, the benchmark
-prints the mean error |estimate - log pi_prox|. Each of the three estimates is log pi_behav + alpha
-(log pi_theta - log pi_behav), with an alpha of its own.
+`actor.prox_logp_method=metrics`. The trainer then also computes log pi_prox of every trained token
+by a forward pass, so the error of each estimate is known. The run writes its tokens to
+tokens/*.safetensors. The lag of a token is v - v_b, where version v_b sampled it and version v is
+trained on it. For each lag and each of three estimates, the benchmark prints the mean error
+|estimate - log pi_prox|. An estimate is log pi_behav + alpha (log pi_theta - log pi_behav), and
+each has an alpha of its own.
 
 `loglinear` (training/proximal.py) uses alpha = (v - v_b) / (v + f - v_b), where f is the share of
 the step's mini-batches that are done. `AReaL` uses alpha = (v - 1 - v_b) / (v - v_b), where v_b is
@@ -57,8 +57,8 @@ def train(folder: Path, eta: int, steps: int, seed: int) -> None:
 
 
 def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Return AReaL's estimate of log pi_prox, a tensor (B, T). AReaL's estimate for a token uses
-    the version of the previous token instead of the token's own version."""
+    """Return AReaL's estimate of log pi_prox, a tensor (B, T). For each token it uses the version
+    of the previous token instead of the token's own."""
     neighbour = versions.roll(1, dims=1)
     lag = (version - neighbour).float()
     alpha = torch.where((neighbour >= 0) & (lag > 0), ((lag - 1) / lag).clamp(0, 1), 0.0)

@@ -3,22 +3,21 @@ core.
 
     python bench/proxy.py [--quick] [--litellm PYTHON]   # PYTHON has litellm[proxy]
 
-The proxy runs in a process of its own. The proxy's inference engine is replaced by a class that
-answers at once with 24 tokens. The rest of the proxy does its full work: it parses requests, builds
-the tree, renders the chat template, tokenises and replies. When the benchmark starts, it trains a
-tokenizer on the modules of this repository: a byte-pair encoding of 4,096 tokens. The benchmark
-sends the requests over raw sockets, so the times do not include a client library.
+The proxy runs in a process of its own. A class that answers at once with 24 tokens replaces its
+inference engine. The rest of the proxy does its full work: it parses requests, builds the tree,
+renders the chat template, tokenises and replies. The tokenizer is a byte-pair encoding of 4,096
+tokens, trained on the modules of this repository. Requests are sent over raw sockets, so the times
+do not include a client library.
 
 The benchmark prints a table and two lines. The rows `whole` and `streamed` show the calls per
 second and the proxy's CPU time per call, for whole replies and for streamed replies. The load is
 200 concurrent sessions of 10 turns, and every turn sends its whole history. The target of `whole`
 is 500 calls per second on one core. The row `LiteLLM` shows the calls per second of LiteLLM's
-proxy, which also runs on one core. LiteLLM's proxy returns a constant text (mock_response) and does
-not render, tokenise or store anything. The line `one by one` shows two median times: the time of a
-single call to the proxy, and the time of an empty handler for a request of similar size. `added` is
-the median time of the proxy minus the median time of the empty handler. The line `history` shows
-the times of three successive calls with 1,000 messages of 2 kB. The first call renders and
-tokenises all messages, and the next calls render and tokenise only new messages.
+proxy, which also runs on one core. It returns a constant text (mock_response) and does not render,
+tokenise or store anything. The line `one by one` shows the median times of a single call to the
+proxy and of an empty handler for a request of similar size; `added` is their difference. The line
+`history` shows the times of three successive calls with 1,000 messages of 2 kB. The first call
+renders and tokenises all messages, and the next calls only new ones.
 """
 
 import argparse
@@ -161,7 +160,6 @@ class Raw:
 
 
 async def start_session(raw: Raw) -> str:
-    """Start a session at the proxy and return its id."""
     await raw.post("/grant_capacity", b"{}", ADMIN)
     return json.loads(await raw.post("/rl/start_session", b'{"task_id":"t"}', ADMIN))["session_id"]
 
@@ -198,8 +196,7 @@ async def load(
     port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True
 ) -> tuple[float, float]:
     """Run all sessions concurrently. Return the calls per second and the proxy's CPU milliseconds
-    per call. For LiteLLM's proxy the CPU time is not measured, and the function returns 0
-    instead."""
+    per call, or 0 for LiteLLM's proxy, whose CPU time is not measured."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:
@@ -262,7 +259,6 @@ async def long_history(port: int) -> tuple[float, list[float]]:
 
 
 def free_port() -> int:
-    """Return a port that no process uses at this moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

@@ -7,8 +7,8 @@ after a kill and a restart, and on a busy machine.
 Each run trains 20 steps in small batches. It is killed after step 10, and continues from the
 checkpoint of step 8. A group whose members have equal rewards is rejected. A line of the table
 shows the share of rows that an update interrupted, and the numbers of rejected groups, dropped
-groups and masked tokens. Then come the beginnings of two SHA-256 hashes: one of the run's last
-model, and one of the replay's last model. The exit code is 1 if two hashes of a line differ.
+groups and masked tokens. Then come the beginnings of two SHA-256 hashes, of the run's last model
+and of the replay's. The exit code is 1 if two hashes of a line differ.
 """
 
 import argparse
@@ -40,7 +40,7 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {  # number of ranks, keys
 
 
 def has_signal(group: dict) -> bool:
-    """Whether the rewards of a group differ: equal ones teach nothing."""
+    """Whether the rewards of a group differ, because equal ones teach nothing."""
     return len(set(group["rewards"].tolist())) > 1
 
 

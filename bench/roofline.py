@@ -14,14 +14,14 @@ device with `peak` FLOP/s and `bandwidth` bytes/s a kernel takes at least
 
 The kernels of a part run one after another, so a part takes the sum of their times. A matrix
 product of (t, i) and (i, o) has 2 t i o FLOPs and moves t i + i o + t o numbers. For a pointwise
-operation, such as a norm, the estimate counts only the bytes that the operation reads and writes,
-and no FLOPs. PyTorch runs each pointwise operation as a kernel of its own. SGLang fuses pointwise
-operations into other kernels, so the estimate of generation has no pointwise kernels.
+operation, such as a norm, the estimate counts only the bytes that it reads and writes, and no
+FLOPs. PyTorch runs each such operation as a kernel of its own. SGLang fuses them into other
+kernels, so the estimate of generation has no pointwise kernels.
 
 **FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter
-(tests/training/test_roofline.py). For attention, torch.utils.flop_counter counts every pair of a
-query and a key. A causal kernel computes only half of the pairs, so the estimate of attention's
-time counts only half of the FLOPs.
+(tests/training/test_roofline.py). For attention, it counts every pair of a query and a key. A
+causal kernel computes only half of the pairs, so the time of attention is estimated from half of
+the FLOPs.
 
 **Not included.** The estimate leaves out kernel launches, the time of Python code, the network,
 idle time, padding, and the overlap of generation with training. Real kernels reach only a part of
@@ -110,19 +110,18 @@ class Work:
 
     @property
     def length(self) -> int:
-        """The number of tokens of a row."""
         return self.prompt + self.answer
 
     @property
     def passes(self) -> int:
-        """The number of forward passes that a step needs to process each of its rows once."""
+        """The number of forward passes that a step needs for all of its rows."""
         return self.minibatches * ceil(self.rows * self.length / self.minibatches / self.mb_tokens)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The counted FLOPs and the bytes of one kernel. The kernel computes only the fraction `share`
-    of the counted FLOPs.
+    """The counted FLOPs and the bytes of one kernel, which computes only the fraction `share` of
+    these FLOPs.
 
     The fraction is one half for causal attention, and 1 for every other kernel.
     """
@@ -150,8 +149,8 @@ def flops(part: Part) -> float:
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
-    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). The kernel reads the
-    matrix once in each of `times` passes."""
+    """Return the kernel that multiplies t tokens of size i by a matrix (i, o), which it reads once
+    in each of `times` passes."""
     return [Kernel(2 * t * i * o, b * (t * i + t * o + times * i * o))]
 
 
@@ -196,9 +195,8 @@ def layers_forward(
 
 
 def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> Part:
-    """Return the kernels of a backward pass through all layers. The backward pass has two matrix
-    products for each matrix product of the forward pass. A backward pass has about two pointwise
-    operations for each pointwise operation of the forward pass."""
+    """Return the kernels of a backward pass through all layers. For each matrix product of the
+    forward pass it has two, and for each pointwise operation about two."""
     t = rows * length
     one = [kernel for i, o in s.products for kernel in 2 * product(t, i, o, b, passes)]
     return (
@@ -310,8 +308,8 @@ def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
 
 
 def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
-    """Call every action once in each round, and return the shortest time of each action in seconds.
-    Other programs on the machine can only make an action slower."""
+    """Call every action once in each round, and return the shortest time of each in seconds,
+    because other programs on the machine can only make an action slower."""
     import torch
 
     found: dict[str, list[float]] = {name: [] for name in actions}
@@ -330,8 +328,8 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
 def make_models(
     layers: int, width: int, vocabulary: int, dtype: Any, folder: Path
 ) -> tuple[Any, Any, Any]:
-    """Make a small random model. Return the model's configuration, an actor that trains the model,
-    and a model of transformers with the same configuration."""
+    """Make a small random model. Return its configuration, an actor that trains it, and a model of
+    transformers with the same configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -451,11 +449,10 @@ def compare(
 ) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
-    Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in
-    FLOP/s. `bandwidth`, `few` and `disk` are in bytes per second. `few` is the measured speed of
-    reading a large matrix that is multiplied by a few rows. A decode step consists of products of a
-    few rows with large matrices. On a CPU, `few` is below `bandwidth`, because the CPU's library
-    rearranges the matrix before the product.
+    Generation is measured with transformers, which does not fuse kernels. `peak` is in FLOP/s, and
+    `bandwidth`, `few` and `disk` are in bytes per second. `few` is the measured speed of reading a
+    large matrix to multiply it by a few rows, as a decode step does. On a CPU, `few` is below
+    `bandwidth`, because the CPU's library rearranges the matrix before the product.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}

@@ -1,4 +1,4 @@
-"""Train one run for each seed, one after another, and print a table that shows what each learnt.
+"""Train one run for each seed, one after another, and print a table of what each learnt.
 
     python bench/seeds.py 1 2 3 4 5 31 32 33 34 35
     python bench/seeds.py --config maze 101 102 103
@@ -6,8 +6,8 @@
 
 Runs that exist (runs/seeds/<experiment>/seed<k>) are not repeated. `first` is the success in step
 1, before any training, and `last five` the mean of the last five steps. `seconds` are those of
-training: waiting, learning and updating the servers. `seconds to goal` counts them until the
-mean success of five successive steps reaches --goal; the last line has the median and the maximum.
+training: waiting, learning and updating the servers. `seconds to goal` counts them until the mean
+success of five successive steps reaches --goal, and the last line has its median and maximum.
 `load` is the machine's one-minute load average at the start. If it is above 2, a machine with two
 cores was busy with something else. With --evaluate N, `held out` is the success on the validation
 prompts after every N steps, and this success must reach the goal.

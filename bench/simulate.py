@@ -4,30 +4,28 @@
     python bench/simulate.py --check RUN ...    # compare with other finished runs of train.py
     python bench/simulate.py --record RUN ...   # first store finished runs in docs/simulate.json
 
-The script is a discrete-event simulation in virtual time. A queue holds the next event of each
-server and of the trainer. The clock jumps from event to event. The simulation uses two classes of a
-real run. StalenessManager (staleness.py) limits the number of groups that may start. DispatchState
+This is a discrete-event simulation in virtual time. A queue holds the next event of each server and
+of the trainer, and the clock jumps from event to event. Two classes are those of a real run:
+StalenessManager (staleness.py) limits the number of groups that may start, and DispatchState
 (rollout/dispatcher.py) chooses the groups that start, forms the batches, and decides which tokens
-are too old for the loss. The simulation runs no model: answers, training steps and weight updates
-only take virtual time. The script bench/clusters.py simulates clusters of GPUs, and compares the
-rules by which a training step chooses its groups.
+are too old for the loss. No model runs: answers, training steps and weight updates only take
+virtual time. bench/clusters.py simulates clusters of GPUs, and compares the rules by which a
+training step chooses its groups.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds.
 At most `slots` sequences run on a server, and all other sequences wait in order of arrival. Each
 sequence has a length in tokens. A group is finished when all its sequences are finished.
 
 **Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With
-`interrupt`, a weight update stops each server for `update` seconds. After the update, the server's
-running sequences continue. Without `interrupt`, each server lets its running sequences finish,
-starts no new sequences, and then loads the weights. A step ends when the last server has loaded the
-weights.
+`interrupt`, a weight update stops each server for `update` seconds, and then its running sequences
+continue. Without `interrupt`, each server starts no new sequences, lets its running ones finish,
+and then loads the weights. A step ends when the last server has loaded the weights.
 
-**A finished run** can supply the lengths of sequences and the times of steps. The simulation of a
-finished run has one sequence per group. The length of a sequence in tokens equals the duration of a
-group of the finished run in seconds. A server generates one token of each sequence per second, for
-any number of sequences (a = 1, b = 0). The length of group k is drawn from the lengths of groups
-near k, because lengths change during a run. The training time and the update time of step k are
-drawn from the times of steps near k.
+**A finished run** can supply the lengths of sequences and the times of steps. Its simulation has
+one sequence per group. The sequence has as many tokens as the group of the run took seconds. A
+server generates one token of each sequence per second, for any number of sequences (a = 1, b = 0).
+The length of group k is drawn from those of groups near k, because lengths change during a run. In
+the same way, the training and update times of step k are drawn from those of steps near k.
 """
 
 import argparse
@@ -85,8 +83,8 @@ class Setup:
 
 
 class Task:
-    """A simulated group: `left` is the number of unfinished sequences, and `tokens` counts the
-    tokens by version."""
+    """A simulated group: `left` counts its unfinished sequences, and `tokens` its tokens by
+    version."""
 
     def __init__(self, task_id: int, members: int) -> None:
         self.task_id, self.left, self.tokens = task_id, members, Versions()
@@ -124,7 +122,7 @@ class Server:
 
     def admit(self) -> float:
         """Admit waiting sequences. Return the seconds until the next sequence finishes, or infinity
-        if no sequence runs."""
+        if none runs."""
         while (
             self.waiting
             and len(self.running) < self.s.slots
@@ -160,9 +158,9 @@ class WindowState(DispatchState):
     first, and leaves unfinished groups to later steps.
 
     The deadline of a group is the version at its start plus eta. A step at version v takes a batch
-    only if later steps can consume every remaining group by its deadline. For every D >= v, at most
-    (D - v) B remaining groups may have a deadline of D or less, because the steps at versions v + 1
-    to D consume (D - v) B groups.
+    only if later steps can consume every remaining group by its deadline. So for every D >= v, at
+    most (D - v) B remaining groups may have a deadline of D or less: the steps at versions v + 1 to
+    D consume no more.
     """
 
     slack: int = 0  # number of versions by which eta exceeds the gate's staleness limit
@@ -187,8 +185,8 @@ class WindowState(DispatchState):
 class Result:
     """The measurements of a simulation."""
 
-    # Each step has four points in time: the trainer begins to wait, begins to train, begins the
-    # weight update, and ends the weight update.
+    # Each step has four times: when the trainer begins to wait, begins to train, begins the update,
+    # and ends it.
     steps: list[list[float]] = field(default_factory=list)
     batches: list[Versions] = field(
         default_factory=list
@@ -220,8 +218,7 @@ class Result:
 
 
 class Simulation:
-    """A simulated run in virtual time. The staleness gate reads the current version from the method
-    `get_version`."""
+    """A simulated run in virtual time. The gate reads its version with `get_version`."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
@@ -237,8 +234,8 @@ class Simulation:
         self.result = Result(steps=[[0.0]])
 
     def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState]:
-        """Return the gate (a StalenessManager) and the state of the dispatcher. The state is a
-        DispatchState, or in mode window a WindowState.
+        """Return the gate (a StalenessManager) and the dispatcher's state (a DispatchState, or in
+        mode window a WindowState).
 
         In mode unbounded, a group may have any age.
         """
@@ -291,7 +288,7 @@ class Simulation:
     def take_batch(self) -> None:
         """If a batch is ready, start a training step.
 
-        The function calls the slow `take` only if a batch may be ready.
+        `take` is slow, so it is called only if a batch may be ready.
         """
         finished = self.gate.get_stats().accepted - self.version * self.s.batch
         head = next(iter(self.state.order.values()), None)
@@ -347,7 +344,7 @@ class Simulation:
     # ---- Scheduling of events
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule an action for a time that is `seconds` after the present virtual time."""
+        """Schedule an action for `seconds` after the present virtual time."""
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action, 0))
 
     def plan(self, server: Server) -> None:
@@ -372,7 +369,6 @@ class Simulation:
             self.plan(server)
 
     def run(self) -> Result:
-        """Simulate all steps."""
         self.start_groups()
         while self.version < self.s.steps:
             self.now, _, subject, stamp = heapq.heappop(self.events)
@@ -380,7 +376,7 @@ class Simulation:
                 subject()
             elif stamp == subject.stamp:
                 self.finish_sequences(subject)
-            if self.changed:  # `changed` means that a group or a step has just ended
+            if self.changed:  # a group or a step has just ended
                 self.changed = False
                 if not self.training:
                     self.take_batch()
@@ -429,8 +425,8 @@ def simulate(
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Read a finished run. Return the run's settings, and the durations of its groups and of the
-    parts of its steps in seconds."""
+    """Read a finished run. Return its settings, and the seconds of its groups and of the parts of
+    its steps."""
     import yaml
 
     from extras import read_records
@@ -447,8 +443,7 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds from `begin` to `end`, minus the seconds of the weight updates between
-        them."""
+        """Return the seconds from `begin` to `end`, without the weight updates between them."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {
@@ -474,7 +469,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
     A block has `size` successive values. The bootstrap replaces each block by a random block that
     is at most `width` blocks away. The groups of one batch run at the same time on the same
     machine, so their times are similar. Independent draws would make the longest time of a
-    simulated batch too long. A block bootstrap keeps the times of one block together.
+    simulated batch too long, so the times of a block stay together.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # index of the last complete block of values
@@ -488,8 +483,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
 
 
 def replay(run: dict[str, Any]) -> Setup:
-    """Return a setup that draws its lengths and times from the recorded durations of a finished
-    run."""
+    """Return a setup that draws its lengths and times from those of a finished run."""
     train, update = blocks(run["train"], 1), blocks(run["update"], 1)
     return Setup(
         batch=run["batch"],
@@ -504,7 +498,6 @@ def replay(run: dict[str, Any]) -> Setup:
 
 
 def row(*cells: Any) -> str:
-    """Return a row of a Markdown table."""
     return "| " + " | ".join(str(cell).replace("%", " %") for cell in cells) + " |"
 
 

@@ -10,9 +10,9 @@ After a random number of steps, or during the start, the trainer, the proxy or t
 (kill -9). The run must end and leave no process behind. Then the same command starts it again.
 
 In the end metrics.jsonl must have every step once. Every step must have trained 6 prompt groups
-(the batch size), and no group may be in two steps. Groups are numbered from 0. Every number below
-(steps - eta - 1) * 6 must be trained, and no number from (steps + eta + 1) * 6 on. No group may be
-older than eta, and no token may have a later version than its step.
+(the batch size), and no group may be in two steps. Of the groups, numbered from 0, every one below
+(steps - eta - 1) * 6 must be trained, and none from (steps + eta + 1) * 6 on. No group may be older
+than eta, and no token may have a later version than its step.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"trainer": r"train\.py", "proxy": r"-m proxy\b", "server": r"inference\.tiny\.server\b"}
 BATCH = 6  # prompt groups in a step
 ETA = 2  # largest allowed age of a group
-GAMES = 20  # in a group
+GAMES = 20  # games in a group
 
 
 def pids(run: subprocess.Popen) -> dict[str, int]:
@@ -51,7 +51,7 @@ def pids(run: subprocess.Popen) -> dict[str, int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process is running. A zombie process has ended and does not count."""
+    """Return whether a process is running. A zombie has ended and does not count."""
     state = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
     ).stdout.strip()
@@ -63,7 +63,7 @@ def start(command: list[str], log: TextIO) -> subprocess.Popen:
 
 
 def end(run: subprocess.Popen, up: set[int], log: TextIO, seconds: float | None = 120) -> int:
-    """Wait until the run and all its processes have ended. Return the run's exit code."""
+    """Wait until the run and all its processes have ended. Return its exit code."""
     log.write(run.communicate(timeout=seconds)[0])
     deadline = (
         time.monotonic() + 120
@@ -167,8 +167,8 @@ def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> N
 
 
 def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
-    """Run the command to its end. At about 40 of the run's steps, measure the memory and the open
-    descriptors of the run's processes. Write the measurements to `path`."""
+    """Run the command to its end. At about 40 of its steps, measure the memory and the open
+    descriptors of its processes, and write them to `path`."""
     samples, begin = list[list[float]](), time.monotonic()
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None

@@ -7,34 +7,32 @@ of this slowdown.
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game
 of tasks/guess.py. Training uses training/actor.py and ppo.py, as in a real run. Each run writes one
-line of docs/staleness.csv. If docs/staleness.csv already has the line of a run, the benchmark does
-not repeat the run. The figure docs/staleness.png shows the results, and the page docs/staleness.md
-explains them.
+line of docs/staleness.csv, and is not repeated if this line exists. The figure docs/staleness.png
+shows the results, and the page docs/staleness.md explains them.
 
 **A fixed lag.** A real run on a small machine has little lag, because generation is only as fast as
-training and few batches wait for the trainer. In this benchmark generation and training alternate
-in one process, so the benchmark can choose the lag. Steps are counted from 0. All tokens of step s
-come from version max(s - eta, 0), the oldest version that the gate (staleness.py) allows in step s.
-With eta = inf there is no gate. Without a gate, every version samples two batches, so version s //
-2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains
-the measured lag: the trainer's version minus the version that sampled the token.
+training and few batches wait for the trainer. Here generation and training alternate in one
+process, so the benchmark can choose the lag. Steps are counted from 0. All tokens of step s come
+from version max(s - eta, 0), the oldest version that the gate (staleness.py) allows in step s. With
+eta = inf there is no gate: every version samples two batches, so version s // 2 samples the batch
+of step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the
+trainer's version minus the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is
 decoupled PPO that computes pi_prox by a forward pass. "loglinear" is decoupled PPO that
 interpolates pi_prox between pi_behav and pi_theta.
 
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy
-bonus replaces the KL penalty, because the KL penalty keeps the policy near the base model and could
-hide the effect of the lag. The learning rate is 1e-3 after ten steps of warm-up, as in an earlier
-recipe of the demo. Each step makes four optimizer steps, one per mini-batch, so the policy changes
-much within a few versions. With a learning rate of 1e-4, a lag has no effect, because the policy
-changes too little in 64 steps. Training computes shared prefixes only once
-(training/tree_attention.py). Sharing prefixes affects the speed and not the result.
+bonus replaces the KL penalty, which keeps the policy near the base model and could hide the effect
+of the lag. The learning rate is 1e-3 after ten steps of warm-up, as in an earlier recipe of the
+demo. Each step makes four optimizer steps, one per mini-batch, so the policy changes much within a
+few versions. With a learning rate of 1e-4, a lag has no effect, because the policy changes too
+little in 64 steps. Training computes shared prefixes only once (training/tree_attention.py), which
+affects only the speed.
 
-**Success is exact.** Success is the probability that the policy finds the secret. The benchmark
-computes success exactly: it sums the probabilities of all games that find the secret. Success is
-computed without sampling, so the differences between seeds in docs/staleness.png come only from
-training.
+**Success is exact.** Success is the probability that the policy finds the secret: the sum of the
+probabilities of all games that find it. Nothing is sampled for this, so the differences between
+seeds in docs/staleness.png come only from training.
 """
 
 import argparse
@@ -91,7 +89,7 @@ FIGURE = ROOT / "docs" / "staleness.png"
 
 
 class Script:
-    """The token ids of the game's messages. The chat template renders the messages."""
+    """The token ids of the game's messages, as the chat template renders them."""
 
     def __init__(self) -> None:
         tokenizer = base_model.make_tokenizer(guess.WORDS)
@@ -195,8 +193,8 @@ def play(model: Any, script: Script, version: int, generator: torch.Generator) -
 @torch.no_grad()
 def success(model: Any, script: Script) -> float:
     """Return the exact probability that the policy finds the secret, as a mean over all secrets."""
-    # P(find a secret) is the sum of the probabilities of all games that find the secret. The
-    # probability of a game is the product of p(number) p(end) over the guesses of the game.
+    # P(find a secret) is the sum of the probabilities of all games that find it. The probability of
+    # a game is the product of p(number) p(end) over its guesses.
     found, reached = (
         0.0,
         [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})],
@@ -232,7 +230,7 @@ def success(model: Any, script: Script) -> float:
 
 
 def sampled_at(step: int, eta: str) -> int:
-    """Return the version that samples the batch of step `step`. The first step has the number 0."""
+    """Return the version that samples the batch of step `step`, counted from 0."""
     return step // 2 if eta == "inf" else max(step - int(eta), 0)
 
 
@@ -391,8 +389,8 @@ def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
 
 
 def load_recipe() -> PPOActorConfig:
-    """Return the recipe of the trainer: configs/demo.yaml with the changes that the docstring of
-    this file lists."""
+    """Return the trainer's recipe: configs/demo.yaml with the changes that this file's docstring
+    lists."""
     words = [
         "actor.ppo_epochs=1",
         "actor.kl_ctl=0",
@@ -418,7 +416,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     recipe = load_recipe()
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    # All runs of one seed come before the runs of the next seed, so a benchmark that is stopped has
+    # All runs of one seed come before those of the next, so a benchmark that is stopped has
     # complete results for some seeds.
     for seed in [] if args.draw else args.seeds:
         base = BASES / f"base-{seed}"

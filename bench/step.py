@@ -4,13 +4,12 @@ and the gradients.
     python train.py max_steps=8 trial_name=short              # a run keeps its batches
     python bench/step.py runs/guess/short --against 7827978   # compare with revision 7827978
 
-The script compares two source trees: this checkout and the earlier revision. The code of each
-source tree trains the newest model of a finished run on the newest batch of this run. Each source
-tree uses its own version of the recipe file. Each pair of measurements runs one process of each
-source tree, one after the other. A process makes several steps and reports the median CPU time of
-its training thread. The table shows medians over the pairs, in milliseconds. The last line shows
-the largest difference between the gradients of the two source trees. The gradients are computed
-with the whole batch as one mini-batch.
+The code of each source tree, with its own version of the recipe file, trains the newest model of a
+finished run on the newest batch of this run. Each pair of measurements runs one process of each
+tree, one after the other. A process makes several steps and reports the median CPU time of its
+training thread. The table shows medians over the pairs, in milliseconds. The last line shows the
+largest difference between the gradients of the two trees, computed with the whole batch as one
+mini-batch.
 """
 
 import argparse
@@ -34,8 +33,8 @@ COMPUTED = {
 
 
 def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> None:
-    """Measure the training step of the source tree `tree`. Print the CPU time of each part of the
-    step as JSON, and write the gradients of the whole batch to the file `gradients`."""
+    """Measure the training step of the source tree `tree`. Print the CPU time of each of its parts
+    as JSON, and write the gradients of the whole batch to the file `gradients`."""
     sys.path.insert(0, str(tree))
     import torch
     from safetensors.torch import load_file, save_file

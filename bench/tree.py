@@ -5,21 +5,21 @@ takes about 1 ms.
 
 **Training.** A random Qwen3 model (4 layers, float32, one thread) makes one forward and one
 backward pass over 16 rows. The rows share a prefix, and the loss covers the tokens after the
-prefix. The benchmark compares four ways to compute the pass, which must all give the same
-gradients. `padded` computes a batch of 16 equally long rows, with causal attention and without a
-mask. `hf` concatenates the rows as transformers does: positions restart at each row, and attention
-has an N x N mask. `dense` computes the tree with an N x N mask. `tree` computes the tree with the
-blocks of training/tree_attention.py, and its time includes building the tree.
+prefix. Four ways to compute it must all give the same gradients. `padded` computes a batch of 16
+equally long rows, with causal attention and without a mask. `hf` concatenates the rows as
+transformers does: positions restart at each row, and attention has an N x N mask. `dense` computes
+the tree with an N x N mask. `tree` computes it with the blocks of training/tree_attention.py, and
+its time includes building the tree.
 
-The benchmark repeats the four ways in turn and prints the smallest CPU time of each way. The
-benchmark measures CPU time, because other programs on the machine lengthen the wall time. `gain` is
-the time of `padded`, divided by the time of `tree`. `ratio` is the number of tokens in the tree,
-divided by the number of tokens in the rows. `gain` is at most 1 / `ratio`. The target is a `gain`
-of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
+The benchmark repeats the four ways in turn and prints the smallest CPU time of each, because other
+programs on the machine lengthen the wall time. `gain` is the time of `padded` divided by that of
+`tree`. `ratio` is the number of tokens in the tree divided by that in the rows, so `gain` is at
+most 1 / `ratio`. The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that share
+3/4 of their tokens.
 
-**Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If
-`areal` can be imported (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a
-tree of the same rows for comparison.
+**Building.** The last table has the time to build the tree of 16 rows of 2,500 tokens. If `areal`
+can be imported (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of
+the same rows for comparison.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
-    """Return a dict with four functions, one for each way to compute the training pass. Each
-    function computes the loss of the tokens after the shared prefix."""
+    """Return the four ways to compute the training pass, each as a function that returns the loss
+    of the tokens after the shared prefix."""
     length = rows.shape[1]
     own = max(int(share * length), 1)  # the index of the first trained token
     wanted = rows[:, own:].flatten()
@@ -133,8 +133,7 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
 
 
 def measure(width: int, length: int, share: float, rounds: int) -> str:
-    """Measure the ways to compute the training pass for one case, and return the table row of the
-    case."""
+    """Measure the four ways for one case, and return the case's row of the table."""
     model, rows = build(width), make_rows(length, share)
     best: dict[str, float] = {}
     truth: list[Tensor] = []

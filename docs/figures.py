@@ -1,17 +1,16 @@
 """Draw the figures of the pages, docs/*.svg, from numbers that the repository keeps.
 
-    `python docs/figures.py` draws every figure again. `python docs/figures.py --run RUN` first
-    reads the times of the first steps of a run. `python docs/figures.py --answers RUN` first reads
-    answers of a run that weight updates interrupted.
+    `python docs/figures.py` draws every figure again. With `--run RUN` it first reads the times of
+    a run's first steps, and with `--answers RUN` answers that weight updates interrupted.
 
-RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.json keeps the
-numbers that were read from RUN. The figures show the following:
+RUN is the folder of a finished run of configs/maze.yaml. docs/figures.json keeps the numbers that
+were read from it. The figures:
 
-    `front.svg` and `straddle.svg` show numbers from docs/figures.json, and so does `compare.svg`,
-    whose numbers bench/compare.py measures, `tool.svg` (`--tool runs/seeds/tool`, the folder of
-    bench/seeds.py) and `credit.svg` (`--credit FOLDER`, with runs called gamma0-seed1 and so on).
-    `timelines.svg` shows two runs that bench/simulate.py simulates with the measured times of a
-    finished run. `rewards.svg` shows rewards that the InteractionCache of cache.py computes.
+    `front.svg`, `straddle.svg`, `compare.svg` (measured by bench/compare.py), `tool.svg` (`--tool
+    runs/seeds/tool`, the folder of bench/seeds.py) and `credit.svg` (`--credit FOLDER`, with runs
+    called gamma0-seed1 and so on) show numbers from docs/figures.json. `timelines.svg` shows two
+    runs that bench/simulate.py simulates with the measured times of a finished run. `rewards.svg`
+    shows rewards that the InteractionCache of cache.py computes.
 """
 
 import csv
@@ -62,14 +61,13 @@ def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Return an SVG element that shows the text `words`. `kind` names the CSS classes of the
-    element."""
+    """Return an SVG element that shows the text `words`. `kind` names its CSS classes."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def bar(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
-    """Return a rectangle. `look` holds the rectangle's SVG attributes, and `hint` is the tooltip
-    that a browser shows."""
+    """Return a rectangle. `look` holds its SVG attributes, and a browser shows `hint` as a
+    tooltip."""
     title = f"<title>{escape(hint)}</title>" if hint else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:g}" {look}>{title}</rect>'
 
@@ -86,8 +84,8 @@ def read_answers(run: Path, count: int) -> list[list[Any]]:
     """Return [step, [[version, tokens], ...], reward] for each of `count` answers that weight
     updates interrupted.
 
-    `tokens` is the number of tokens that a version sampled. The function chooses the answers with
-    the most versions, at most one answer per step.
+    `tokens` is the number of tokens that a version sampled. The answers are those with the most
+    versions, at most one per step.
     """
     from safetensors.torch import load_file
 
@@ -112,10 +110,9 @@ def read_run(run: Path, steps: int) -> Run:
     """Return the times of the first steps of a finished run, in seconds after the start of the
     first group.
 
-    `groups` has [begin, end] of each prompt group. `waits` has, for each step, [begin, end] of the
-    wait for a batch. `trains` has, for each step, [begin, end] of the training. `updates` has, for
-    each step, [begin, end] of the weight update. `trained` has, for each step, {version: number of
-    tokens in the batch that this version sampled}.
+    `groups` has [begin, end] of each prompt group. `waits`, `trains` and `updates` have, for each
+    step, [begin, end] of the wait for a batch, the training and the weight update. `trained` has,
+    for each step, {version: number of tokens in the batch that this version sampled}.
     """
     from safetensors.torch import load_file
 
@@ -252,8 +249,8 @@ def simulate_run(eta: int) -> Run:
 
 
 def draw_timelines() -> str:
-    """Draw the first steps of an asynchronous run above the first steps of a synchronous run, with
-    one time axis."""
+    """Draw the first steps of an asynchronous run above those of a synchronous run, with one time
+    axis."""
     runs = [("asynchronous, eta 2", simulate_run(2)), ("synchronous, eta 0", simulate_run(0))]
     until = runs[1][1]["updates"][4][1] + 0.2
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
@@ -367,8 +364,8 @@ def draw_credit(data: dict[str, Any]) -> str:
 
 
 def draw_straddle(data: dict[str, Any]) -> str:
-    """Draw answers that weight updates interrupted. Each token is a square in the colour of its
-    version."""
+    """Draw answers that weight updates interrupted, each token as a square in its version's
+    colour."""
     side, line, label, rows = 4.5, 40, 140, data["answers"]
     parts = [
         text(4, 18, "A square is a token; its colour is the version that sampled it.", "small")
@@ -398,8 +395,8 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward of each call in CALLS. The InteractionCache of cache.py computes the
-    rewards."""
+    """Return the final reward of each call in CALLS, as the InteractionCache of cache.py computes
+    it."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 
@@ -420,8 +417,8 @@ def compute_rewards() -> dict[str, float]:
 
 
 def draw_tree() -> str:
-    """Draw the conversation tree of CALLS. An arrow points from a child to its parent, and the
-    parent receives the child's reward."""
+    """Draw the conversation tree of CALLS. An arrow points from a child to the parent, which
+    receives the child's reward."""
     parts = [
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto" markerUnits="userSpaceOnUse">'
     ]

@@ -1,8 +1,8 @@
 """Print docs/lifecycle.md with the numbers of a new run; with --write, write them into it.
 
-docs/tour.py makes the run. Each ```text block of the page holds numbers of it; the functions in
-MAKERS make the blocks, in the order of the page. The page states the hash of the base model,
-because another one gives other numbers.
+docs/tour.py makes the run. Each ```text block of the page holds numbers of that run; the functions
+in MAKERS make the blocks, in the page's order. The page states the hash of the base model, because
+another one gives other numbers.
 """
 
 import os
@@ -88,8 +88,8 @@ def returns(tour: Tour) -> list[list[float]]:
 
 
 def tree(tour: Tour) -> list[str]:
-    """Draw the four games as one tree of turns, with the own reward r and the final reward R of
-    each turn."""
+    """Draw the four games as one tree of turns, with each turn's own reward r and final reward
+    R."""
     group, lines = tour["group"], ["guess a number"]
     for k, R in enumerate(returns(tour)):
         turns, ids = group["turn_ids"][k].tolist(), group["input_ids"][k].tolist()
@@ -109,7 +109,7 @@ def tree(tour: Tour) -> list[str]:
 
 
 def age(tour: Tour) -> list[str]:
-    """A line with the age of the group."""
+    """The group's age when step 2 consumes it."""
     head, version = int(tour["game"]["versions"].min()), tour["gates"][2]["version"]
     return [
         f"head version {head}, consumed at version {version}: age {version - head}, at most eta = 1"

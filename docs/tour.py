@@ -41,7 +41,7 @@ class PacedAgent:
         return reward
 
     async def pace(self, is_later: bool, is_over: bool) -> None:
-        """Hold back the end of a game, or a request of a later turn than the first."""
+        """Hold back the end of a game, or a request after the game's first."""
         group = workflow_context.get().task_id
         if group == 0 and is_over:
             await self.arrived.acquire()

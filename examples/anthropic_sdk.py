@@ -1,5 +1,5 @@
-"""An agent with the Anthropic SDK. The agent calls the model in a loop and runs the tools that the
-model calls."""
+"""An agent with the Anthropic SDK, which calls the model in a loop and runs the tools that the
+model asks for."""
 
 from anthropic import AsyncAnthropic
 

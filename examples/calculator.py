@@ -2,21 +2,21 @@
 seconds.
 
 The agent computes ( a + b ) * c and writes a sentence with the result. An episode has three turns.
-If the agent has the tools add and multiply, the agent calls add, calls multiply with the sum, and
-then answers. A coding agent has only a shell (exec_command in Codex, bash in opencode, Bash in
-Claude Code), and runs `expr 1 + 2` and `expr 3 '*' 3`.
+An agent with the tools add and multiply calls add, calls multiply with the sum, and then answers. A
+coding agent has only a shell (exec_command in Codex, bash in opencode, Bash in Claude Code), and
+runs `expr 1 + 2` and `expr 3 '*' 3`.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)           tool: 3
                             assistant: multiply(3, 3)      tool: 9
                             assistant: the answer is 9
 
 Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate
-correct conversations. The model's tool calls have the format of Hermes and Qwen: <tool_call>
-{"name": ..., "arguments": ...} </tool_call>. The model copies numbers from the question and from
-the tools' results. A word outside the model's vocabulary becomes the unknown token. The
-tokenizer keeps only the last 12 words of a message, because the instructions of a coding agent have
-thousands of words. The base model already solves the task. The example agents only show that each
-framework's conversations can be trained on.
+correct conversations, in which it copies numbers from the question and from the tools' results. Its
+tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...}
+</tool_call>. A word outside its vocabulary becomes the unknown token. The tokenizer keeps only the
+last 12 words of a message, because the instructions of a coding agent have thousands of words. The
+base model already solves the task, so the example agents only show that each framework's
+conversations can be trained on.
 
     python -m examples.calculator .cache/calculator        # make the model's folder
 """
@@ -36,7 +36,7 @@ CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
 # maps a shell tool (Codex, opencode, Claude Code) to its argument
 SHELLS = {"exec_command": "cmd", "bash": "command", "Bash": "command"}
-KINDS = "", "", "exec_command", "bash"  # of conversations: "" has no shell
+KINDS = "", "", "exec_command", "bash"  # kinds of conversations; "" has no shell
 WORDS = [
     "<tool>",
     "<tool_call>",
@@ -134,8 +134,7 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
 
 
 def make_model(path: Path, steps: int = 400, kinds: Sequence[str] = KINDS) -> Path:
-    """Return the path of the model's Hugging Face folder. Make the folder if it does not exist
-    yet."""
+    """Return the path of the model's Hugging Face folder, and make it if it does not exist yet."""
     if not (path / "config.json").is_file():
         shells = [kind for kind in kinds if kind]
         quoted = [f'"{shell}",' for shell in shells]

@@ -1,7 +1,7 @@
 """An agent with CAMEL (https://www.camel-ai.org): a ChatAgent with tools.
 
-CAMEL counts tokens to limit the length of a conversation. By default CAMEL downloads a tokenizer to
-count tokens. The `WordCounter` of this example counts words and needs no network.
+CAMEL counts tokens to limit the length of a conversation. By default it downloads a tokenizer for
+this. The `WordCounter` of this example counts words instead, and needs no network.
 """
 
 from camel.agents import ChatAgent

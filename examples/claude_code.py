@@ -7,7 +7,7 @@ Claude Code's usual instructions to the model, which have about 80 kB.
 
 from examples.node_agent import NODE, run_process
 
-# npm's package starts the program with this script if it could not put the program in its place.
+# This script starts the program even if npm could not put the program in the script's place.
 CLI = NODE / "node_modules" / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
 WINDOW = 80_000  # tokens of the smallest window that Claude Code allows, without the answer's
 

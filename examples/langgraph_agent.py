@@ -1,7 +1,6 @@
 """An agent with LangGraph (https://langchain-ai.github.io/langgraph).
 
-The agent is a graph of two nodes. The node `think` calls the model, and the node `tools` runs the
-tools.
+The agent is a graph of two nodes: `think` calls the model, and `tools` runs the tools.
 """
 
 from langchain_core.tools import tool

@@ -99,7 +99,7 @@ def make_byte_model(
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model: that of `make_byte_model`, with seed 0."""
+    """The tiny model, which `make_byte_model` writes with seed 0."""
     return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
 
 
@@ -110,7 +110,7 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forward_logprobs(model_dir: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """log p(ids[t] | ids[:t]) by transformers in float32; 0 for the first."""
+    """log p(ids[t] | ids[:t]) by transformers in float32; 0 for the first token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -135,7 +135,7 @@ def free_port() -> int:
 
 
 def two_free_ports() -> int:
-    """A port such that it and the next one are free."""
+    """A free port whose successor is free, too."""
     import socket
 
     while True:
@@ -190,7 +190,7 @@ def server_process(
 ) -> Iterator[tuple[str, subprocess.Popen]]:
     """Run a server with a free port until the `with` block ends. Yield its URL and process.
 
-    It must answer within `seconds`. `log`, a path that ends with .log, gets its output.
+    The server must answer within `seconds`. Its output goes to `log`, a path that ends with .log.
     """
     from run.launch import Child
 
@@ -258,7 +258,7 @@ def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
 @pytest.fixture
 async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
     """A function start(*texts, **options) that makes a Harness whose engine answers with these
-    texts in order; `tokenizer` and `engine` replace its own."""
+    texts in order; the options `tokenizer` and `engine` replace its own."""
     from harness import Harness
 
     made: list[Harness] = []

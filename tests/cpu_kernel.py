@@ -1,8 +1,8 @@
 """Attention of packed rows on a CPU.
 
-PyTorch calls its kernel through two operators of torch.nn.attention.varlen, which have kernels on
-GPUs alone. This module registers two for CPUs, in plain PyTorch. They refuse what the GPU's kernel
-refuses, but accept float32. Checks of shapes and the rule for gradients are the operators' own.
+PyTorch calls its kernel through two operators of torch.nn.attention.varlen, which have kernels only
+for GPUs. This module registers two kernels for CPUs, in plain PyTorch. They refuse what the GPU's
+kernel refuses, but accept float32. The operators themselves check shapes and define gradients.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> tuple[T
 
 
 def for_each_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values (t, groups, d) as (t, heads, d)."""
+    """Repeat keys or values (t, groups, d) for all heads (t, heads, d)."""
     return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 

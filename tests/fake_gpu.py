@@ -1,7 +1,7 @@
 """A GPU for tests on a machine without one.
 
 Inside `with FakeGPU(monkeypatch):` a tensor made for "cuda" says that it is on the GPU, though it
-lies in the machine's memory. As on a GPU, an operation refuses tensors of both places, except CPU
+lies in the machine's memory. As on a GPU, an operation mixes no tensors of both places, except CPU
 scalars. FakeGPU counts how often something is sent to the GPU, and how often the CPU waits for it.
 
 torch.cuda.CUDAGraph records the operations of a capture. A replay repeats them with the same
@@ -57,7 +57,7 @@ class FakeGPU(TorchFunctionMode):
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
 
     def count(self) -> tuple[int, int]:
-        """How much was sent, and how often it was waited for, since the last call."""
+        """How often, since the last call, something was sent, and how often the CPU waited."""
         counts, self.sent, self.waits = (self.sent, self.waits), 0, 0
         return counts
 
@@ -97,7 +97,7 @@ class FakeGPU(TorchFunctionMode):
         self.sent, self.waits = self.sent + is_sent, self.waits + is_awaited
 
         args, kwargs = pytree.tree_unflatten(["cpu" if names_gpu(x) else x for x in leaves], tree)
-        if kwargs.pop("out_dtype", None):  # of torch.mm, on GPUs alone
+        if kwargs.pop("out_dtype", None):  # torch.mm has it only on GPUs
             args = [x.float() for x in args]
         call = partial(func, *args, **kwargs)
         out = call()

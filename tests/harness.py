@@ -19,7 +19,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 def response_to(request: ModelRequest, output: list[int], version: int, cut: bool) -> ModelResponse:
-    """These tokens, each of this version; `cut` says that they stop by length."""
+    """A response with these tokens, all of this version; with `cut`, the length limit ended it."""
     n, gconfig = len(output), request.gconfig
     fields: Any = {"temperature": gconfig.temperature, "trains_exactly": gconfig.trains_exactly}
     said = output, [-0.25] * n, [version] * n, "length" if cut else "stop"
@@ -29,7 +29,8 @@ def response_to(request: ModelRequest, output: list[int], version: int, cut: boo
 class ScriptedEngine:
     """An engine that answers each call with the next of the given texts, and keeps the requests.
 
-    A text that ends with "…" stops by length. While `hold` is an event, a generation waits for it.
+    A text that ends with "…" is cut off by length. While `hold` is an event, a generation waits for
+    it.
     """
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
@@ -60,8 +61,7 @@ class ScriptedEngine:
 
 
 class Harness:
-    """A proxy in this process, an HTTP client of it, and its engine, which is scripted if none is
-    given."""
+    """A proxy in this process, its HTTP client, and its engine, by default a scripted one."""
 
     def __init__(self, tokenizer: Any, *texts: str, engine: Any = None, **options: Any) -> None:
         self.engine = engine or ScriptedEngine(tokenizer, *texts)
@@ -143,7 +143,7 @@ class Connection:
 async def sdk(
     harness: Harness, path: str, api_key: str = "DUMMY"
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """An OpenAI client of this path. It never retries, and refuses a reply of another type."""
+    """An OpenAI client of this path. It never retries, and refuses a reply of the wrong type."""
     options: Any = {"base_url": f"http://proxy{path}", "max_retries": 0}
     transport = sdk_http.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
@@ -163,7 +163,7 @@ def user(text: Any = "hello") -> dict[str, Any]:
 def said(
     text: str, *calls: tuple[str, dict[str, Any]], reasoning: str = "", suffix: str = "ab12"
 ) -> dict[str, Any]:
-    """An assistant's message as the tree keeps it. A call is the name and the arguments."""
+    """An assistant's message as the tree keeps it. Each call is a name and arguments."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning

@@ -17,7 +17,7 @@ ROOT, MARK = Path(__file__).resolve().parent.parent, "LEFTOVERS_OF"
 
 
 def processes() -> list[str]:
-    """The commands of all descendants, also of those whose parents have ended."""
+    """The commands of all descendants, even of those whose parents have ended."""
     mark, found = f"{MARK}={os.getpid()}\0".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process may end meanwhile

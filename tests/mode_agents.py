@@ -1,4 +1,4 @@
-"""Agents of tests/rollout/test_modes.py, which a process imports without torch and pytest."""
+"""Agents of tests/rollout/test_modes.py. A worker imports them without torch and pytest."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ class Talks:
 
 
 class Reads:
-    """Makes SDK clients without arguments, which must find the session."""
+    """Makes SDK clients without arguments; they must find the session themselves."""
 
     async def run(self, data: dict, base_url: str, api_key: str, **extra_kwargs: Any) -> float:
         import anthropic  # a slow import that only this agent needs

@@ -43,7 +43,7 @@ def finish(command: list[str], code: int = 0, env: Any = None) -> subprocess.Com
 
 
 def begin(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a command, whose output and errors are one text."""
+    """Start a command, with its output and errors in one pipe."""
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=env, **streams)
 

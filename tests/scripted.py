@@ -12,7 +12,7 @@ from workflow import RolloutWorkflow, workflow_context
 
 
 class ScriptedEngine:
-    """Answers each request with the text `script(request)`; with `cut`, without its end."""
+    """Answers each request with the text `script(request)`; with `cut`, without the end token."""
 
     def __init__(
         self, tokenizer: Any, script: Callable[[ModelRequest], str] = lambda request: "ok"

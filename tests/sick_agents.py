@@ -34,7 +34,7 @@ def accept_once(_: Any) -> bool:
 
 
 class FailsOnRank1:
-    """A callback."""
+    """A callback that fails on rank 1."""
 
     def __init__(self, config: Any) -> None: ...
 
@@ -51,7 +51,7 @@ class RaisingAgent(GuessAgent):
 
 
 class ForkingAgent(GuessAgent):
-    """Leaves a process, with the run's folder lock in nobody's hand, and a thread that hangs."""
+    """Leaves a process and a thread that hangs; neither may hold the lock of the run's folder."""
 
     async def run(self, *args: Any, **extra_kwargs: Any) -> float:
         subprocess.Popen(["sleep", "20"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

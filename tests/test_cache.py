@@ -59,7 +59,7 @@ def session_of(*calls: Interaction, links: bool = True) -> Session:
 
 
 def chain(length: int) -> InteractionCache:
-    """One conversation. Each prompt is all earlier tokens and a new one."""
+    """One conversation, in which each prompt is all earlier tokens and a new one."""
     cache, messages, ids = InteractionCache(), [user("0")], [0]
     for k in range(length):
         add(cache, str(k), turn(list(messages), str(k), list(ids), [100 + k, 200 + k]))
@@ -146,7 +146,7 @@ def play(calls: list[Call], links: bool = True) -> tuple[InteractionCache, dict[
 
 @given(calls)
 def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
-    """A search through all earlier interactions finds the same parent. If two of them have equal
+    """A search through all earlier interactions finds the same parent. Of two with equal
     conversations, the parent is the newer one."""
     cache, _ = play(session)
     names = list(cache)
@@ -201,9 +201,9 @@ def test_discounting_is_its_recursive_definition(
 
 @given(calls)
 def test_a_call_reads_the_newest_answers_before_it(session: list[Call]) -> None:
-    """A call reads only earlier calls. Its ancestors include its parent and the calls that it
-    names. They also include every call whose long answer its new message quotes, unless another
-    call continues the quoted call."""
+    """A call reads only earlier calls. Its ancestors include its parent, the calls that it names,
+    and every call whose long answer its new message quotes, unless another call continues the
+    quoted call."""
     cache, named = play(session)
     place = {call: k for k, call in enumerate(cache.values())}
     continued = {call.parent for call in cache.values() if call.complete}
@@ -250,7 +250,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """The parent of a row of concat trains the parent of the first turn that the row trains."""
+    """In concat, a row's parent is the row that trains the parent of this row's first trained
+    turn."""
     cache, _ = play(session)
     rows = cache.export_interactions("concat")
     row_of = {one: row for row in rows.values() for one, is_new in row.row_turns if is_new}
@@ -313,7 +314,7 @@ def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
     """A call that asks two sub-agents at once gets the mean of their rewards, as a call with two
     branches does. A short report is found only on lines of its own, and a long report also as JSON.
     A call that looks like a request for a title is no side conversation if its answer is read.
-    Without links nobody reads it."""
+    Without links no call reads a report."""
     title = turn([user("Write a title and a report")], f"<summary>{REPORT}</summary>")
     calls = turn([user("q")], ASKS), title, turn([user("t")], "3")
     session = session_of(*calls, turn([user("q"), ASKS, *RESULTS]), links=links)

@@ -1,4 +1,4 @@
-"""What pages name exists, and the house keeps its size."""
+"""All that the pages name exists, and the house keeps its size."""
 
 import ast
 import io
@@ -57,7 +57,7 @@ def test_the_house_keeps_its_size() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_in_project)
 def test_essay(path: Path) -> None:
-    """Every module begins with an essay: at most 25 lines, and 35 for the seven."""
+    """Every module begins with an essay of at most 25 lines, or 35 in the seven at the top."""
     essay = ast.get_docstring(ast.parse(path.read_text())) or ""
     if path.name != "__init__.py":
         assert len(essay.split()) >= (100 if path.stem in SEVEN else 15), "it needs an essay"
@@ -85,7 +85,7 @@ def test_named_files_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_in_project)
 def test_named_keys_exist(page: Path) -> None:
-    """Every key of a group that a page names is a key, or is said to be AReaL's."""
+    """Every `group.key` that a page names exists, if the group does."""
     keys = {name for name, _, _ in list_keys(TrainConfig())}
     groups = {name.partition(".")[0] for name in keys if "." in name}
     for name in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)[=`]", page.read_text()):

@@ -2,7 +2,7 @@
 
 The environment variable AREAL_DOCS names a folder with the four texts. Without it, the tests that
 read the texts are skipped. `block` cuts an example out of a text. It renames the imports, writes
-`{}` for `{...}`, the reader's own arguments, and restores an indentation that the text has lost. A
+`{}` for `{...}` (the reader's own arguments), and restores an indentation that the text has lost. A
 test executes the example, and supplies only the names that the example uses without defining them.
 """
 
@@ -76,8 +76,8 @@ QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 SHORT = GenerationHyperparameters(max_new_tokens=4)
 GREEDY = SHORT.new(greedy=True)
 
-# The code of the three pages, in their order: beginning of the first line, last words, and, where
-# the text has lost it, the level of each line as a digit. In the write-up, marks show its code.
+# The blocks of the three pages, in order: how the first line begins, the last words, and, where the
+# text has lost the indentation, each line's level as a digit. The write-up marks its code.
 BLOCKS: dict[str, tuple[str, ...]] = {
     "agent": (AGENT, "class MyAgent", 'return compute_reward(response, data["answer"])'),
     "direct": (AGENT, "from areal.experimental", 'export_interactions(style="individual")'),
@@ -192,7 +192,7 @@ def execute(name: str, code: Any = None, **names: Any) -> dict[str, Any]:
 
 
 def locals_of(function: Callable, *args: Any) -> dict[str, Any]:
-    """Call a function, or a coroutine function that never waits, and return its variables."""
+    """Call a function, or a coroutine function that never waits, and return its local variables."""
     found: dict[str, Any] = {}
 
     def watch(frame: Any, event: str, _: Any) -> None:
@@ -253,8 +253,8 @@ CONFIGURATIONS = (
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_is_a_recipe(name: str, tmp_path: Path):
-    """A YAML example is a preset that lies over a recipe, and the presets of configs/ set exactly
-    the keys and values of the write-up."""
+    """A YAML example is a preset for use on top of a recipe, and the presets of configs/ set
+    exactly the keys and values of the write-up."""
     preset = tmp_path / "preset.yaml"
     preset.write_text(block(name))
     if (ours := ROOT / f"configs/{name}.yaml").exists():
@@ -329,8 +329,7 @@ async def test_the_listing_of_the_proxy_workflow(proxy: ProxyAddress):
 
 
 async def test_the_table_of_endpoints(start: Callable[..., Harness]):
-    """In their order, the rows of the page's table are the life of a session, and each row
-    works."""
+    """The rows of the page's table are, in order, the life of a session, and each row works."""
     last, one, export = map(ast.literal_eval, re.findall(r"Body: (\{.*\})", read(AGENT)))
     bodies: dict[str, list[dict[str, Any]]] = {
         "/grant_capacity": [{}],
@@ -361,7 +360,8 @@ async def test_the_table_of_endpoints(start: Callable[..., Harness]):
 
 
 async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
-    """The page's workflow with an ArealOpenAI, a public name, returns a turn with its reward."""
+    """ArealOpenAI is a public name, and the page's workflow with it returns a turn and its
+    reward."""
     assert execute("public")["ArealOpenAI"] is ArealOpenAI
     names = execute("direct", compute_reward=lambda response, answer: len(response.choices) / 2)
     workflow = stands_for(names["MyWorkflow"], tokenizer=tiny_tokenizer)
@@ -441,7 +441,7 @@ async def test_backpropagation(tiny_tokenizer: Any):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_examples_of_trees(number: int):
-    """The trees of the page arise, if each completion continues the conversation of its parent.
+    """The trees of the page arise if each completion continues the conversation of its parent.
     Equal roles alone make no parent."""
     example = re.split(r"# Example \d", block("trees"))[number]
     completions = re.findall(r"# Completion (\w): \[(.*?)\]", example)
@@ -613,8 +613,8 @@ def test_the_listing_of_the_gate():
 async def test_the_listing_of_generation_is_interrupted(
     start_tiny_server: StartServer, tiny_model_dir: Path, tmp_path: Path
 ):
-    """A weight update interrupts AReaL's agenerate, which goes on under the new version and ends
-    with the tokens of a generation that nothing interrupts. The new weights equal the old ones."""
+    """A weight update interrupts AReaL's agenerate, which goes on under the new version. The new
+    weights equal the old ones, so the tokens are those of an uninterrupted generation."""
     engine = RemoteInfEngine([start_tiny_server()], "abort")
     await asyncio.to_thread(engine.initialize)
     (tmp_path / "v1").symlink_to(tiny_model_dir, target_is_directory=True)
@@ -688,7 +688,8 @@ async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("method", ["recompute", "loglinear", "metrics"])
 def test_the_listing_of_the_mode(method: Any, decoupled: bool):
-    """The listing PPOActor reads this project's keys, and names the mode of `describe_mode`."""
+    """The listing PPOActor reads this project's keys, and names the same mode as
+    `describe_mode`."""
     config = PPOActorConfig(use_decoupled_loss=decoupled, prox_logp_method=method)
     lines: list[str] = []
     names = execute("mode", config=config, logger=SimpleNamespace(info=lines.append))
@@ -702,7 +703,7 @@ def test_the_listing_of_the_mode(method: Any, decoupled: bool):
 
 def test_the_loops_of_producer_and_consumer():
     """AReaL's producer starts the tasks that this project's dispatcher starts, in the same order,
-    also after a full queue; its consumer collects the same results, and ends with an error."""
+    even after a full queue; its consumer collects the same results, and ends with an error."""
     over, broken = threading.Event(), RuntimeError("broken")
     running, refused, errors = list[int](), [2], list[Exception]()
     ends = [broken, TimeoutError()]
@@ -757,8 +758,8 @@ def test_the_loops_of_producer_and_consumer():
 
 
 def test_the_listing_of_the_loss():
-    """The write-up's loss is this project's in standard PPO and for fresh tokens. Its clipped
-    branch lacks the importance weight w, which ours has in both branches."""
+    """The write-up's loss equals ours in standard PPO and for fresh tokens. Otherwise its clipped
+    branch lacks the weight w, which ours has in both branches."""
     arguments = "(logp_theta, log_p_behave, prox_logp, old_logp, advantages)"
     code = block("loss").replace("(...)", arguments)
     # four tokens: a fresh one above the clip; with w = 1.5, one within, one above, one with A < 0

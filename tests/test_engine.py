@@ -58,8 +58,8 @@ def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Respons
 
 
 class Script:
-    """Servers that answer POST /generate with the answers of a list, the last one again and
-    again."""
+    """Servers that answer POST /generate with the answers of a list, and then repeat the last
+    one."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)
@@ -155,8 +155,8 @@ async def test_without_spans_a_segment_has_one_version():
 
 
 class Halves(Hooks):
-    """Asks for two tokens at a time. Replay's hooks do the same, to interrupt a completion where it
-    was interrupted in the recorded run."""
+    """Asks for two tokens at a time. (Replay's hooks end a segment where the recorded run was
+    interrupted.)"""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -253,7 +253,7 @@ STATUSES = [(400, 400, 1), (503, 503, 3), (500, 503, 3)]
 
 @pytest.mark.parametrize(("status", "wanted", "asked"), STATUSES)
 async def test_a_refusal_of_the_scheduler_is_no_pause(status: int, wanted: int, asked: int):
-    """SGLang's scheduler refuses a request by an `abort` with a status. This is an error, and not
+    """SGLang's scheduler refuses a request by an `abort` with a status, which is an error, and not
     an interruption by an update."""
     reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
     script = Script(generated([1], finish_reason=reason, output_token_logprobs=[]))
@@ -335,7 +335,7 @@ async def test_every_sampling_parameter_is_sent():
 @pytest.mark.parametrize("params", [{"greedy": True}, {"temperature": 0.0}, {"temperature": 9e-7}])
 async def test_greedy_is_temperature_zero(params: dict[str, Any]):
     """A greedy request is sent with temperature 0. Its response has temperature 1, that of the
-    log-probabilities, and does not train exactly."""
+    log-probabilities, and `trains_exactly` is false."""
     script = Script(generated([5]))
     response = await script.engine().agenerate(request(**params))
     assert script.sent()[0]["sampling_params"]["temperature"] == 0.0

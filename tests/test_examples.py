@@ -1,12 +1,11 @@
 """Agents in twelve frameworks call the proxy, and every token that the model samples is trained
 exactly once.
 
-`make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If
-an agent's framework is not installed, the agent's test is skipped. With AGENTS=1, a test whose
-Python framework is missing fails instead of being skipped. A test whose framework needs node is
-skipped even with AGENTS=1, because `make agents` may be unable to install this framework. The
-function `make_model` of examples/calculator.py makes the inference server's model. The inference
-server and the proxy are real processes.
+`make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. An
+agent's test is skipped if its framework is not installed. With AGENTS=1, it fails if a Python
+framework is missing, but is still skipped if a node framework is, because `make agents` may be
+unable to install it. The inference server and the proxy are real processes, and
+examples/calculator.py makes the model.
 """
 
 import asyncio
@@ -53,9 +52,8 @@ TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # agents whose last call has no t
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Run the garbage collector after this file's tests. Without a run of the garbage collector,
-    the connections that the frameworks left open would cause warnings in later tests of other
-    files."""
+    """Run the garbage collector after this file's tests. Otherwise the connections that the
+    frameworks left open would cause warnings in later tests."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -182,9 +180,9 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 def test_a_coding_agent_replaces_its_history_by_a_summary(
     module: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    """The agent makes a summary at 40 tokens, so after each call. Every new conversation reads the
-    last summary, so the reward at the end reaches all calls. Only Claude Code's model has learned
-    to continue after a summary."""
+    """The agent makes a summary at 40 tokens, which is after each call. Every new conversation
+    reads the last summary, so the reward at the end reaches all calls. Only Claude Code's model has
+    learned to continue after a summary."""
     goes_on = module == "claude_code"
     model = make_model(tmp_path / "model", kinds=["Bash"]) if goes_on else model_dir
     style = {"export_style": "individual", "discount": 0.9}

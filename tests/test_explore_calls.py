@@ -1,7 +1,7 @@
 """tests/explore runs the shipped calls, sessions and tree through every order of events in a small
 system.
 
-It finds no broken property, and every error that is planted into the shipped modules.
+It finds no broken property, but it finds every error that is planted into these modules.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) 
 
 
 def test_random_walks_far_beyond_the_bounds_keep_every_property() -> None:
-    """Long series of random events in larger systems."""
+    """The walks are long series of random events in larger systems."""
     for bounds in turns.FAR:
         assert len(walk(TurnMachine(bounds), 0, 100)) > 40
 

@@ -1,6 +1,6 @@
 """tests/explore runs the shipped engine through every order of events around a weight update.
 
-It finds no broken property, and every error that is planted into the shipped modules.
+It finds no broken property, but it finds every error that is planted into these modules.
 """
 
 from types import ModuleType

@@ -31,7 +31,7 @@ def test_there_are_twelve_exhibits() -> None:
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_patch_applies(name: str) -> None:
-    """museum/README.md says how to make a patch anew that no longer does."""
+    """museum/README.md says how to renew a patch that no longer applies."""
     command = ["git", "apply", "--check", f"museum/{name}/bug.patch"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,8 @@ def test_every_bug_breaks_its_unit_test() -> None:
 
 
 def test_the_longest_way_of_the_maze_fits_into_an_answer() -> None:
-    """An answer names every cell of a walk; the limit leaves twice as many as the longest way."""
+    """An answer names every cell of a walk, and the limit allows twice the cells of the longest
+    way."""
     limit = load(["--config", "maze"])[0].gconfig.max_new_tokens
     ways = [maze.distances(row["home"])[maze.CELLS[row["start"]]] for row in maze.dataset()]
     assert limit >= 2 * (max(ways) + 1)

@@ -1,4 +1,4 @@
-"""The complete task of docs/agents.md works as it is printed."""
+"""The complete task of docs/agents.md works as printed."""
 
 import json
 import os

@@ -87,7 +87,7 @@ def test_the_loss_is_the_papers_objective(seed, is_standard):
 
 
 def test_the_example_of_the_docstring():
-    """0.2, 0.3 and 0.45 give w = 1.5, u = 1.5, and the term 1.8."""
+    """The probabilities 0.2, 0.3 and 0.45 give w = 1.5, u = 1.5, and the term 1.8."""
     behav, prox, theta = (torch.tensor([p]).log() for p in (0.2, 0.3, 0.45))
     loss, _ = ppo_actor_loss_fn(theta, prox, behav, torch.ones(1), torch.ones(1))
     assert loss.item() == pytest.approx(-1.8)
@@ -221,7 +221,7 @@ def test_the_order_of_rows_means_nothing(rewards, order, levels):
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 1 / 3])
 def test_equal_rewards_teach_nothing(reward, std):
-    """Their advantages are exactly 0, also in a group of one."""
+    """Their advantages are exactly 0, even in a group of one."""
     for size in (1, 7):
         assert by_row(single(*[(0, reward)] * size), "group", std) == [0.0] * size
 
@@ -280,7 +280,7 @@ def test_rewards_are_scaled():
 
 
 def test_nothing_to_train_is_defined():
-    """All advantages are 0, also without any row."""
+    """All advantages are 0, even without any row."""
     batch = make_batch((0, [(1.0, 3, False)]), (1, [(2.0, 3, False)]))
     assert not advantages_of(batch, "group", "group").any()
     batch = {key: value[:0] for key, value in batch.items()}

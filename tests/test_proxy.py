@@ -256,8 +256,8 @@ async def test_a_body_is_json_whatever_it_says_it_is(
 async def test_an_engines_refusal_is_passed_on(
     start: Start, error: Exception, status: int, kind: str
 ) -> None:
-    """The agent gets the status and the words of the error, but not the server's address. This is
-    also the answer to a request for a stream. The refused call leaves the tree."""
+    """The agent gets the status and the words of the error, but not the server's address. A request
+    for a stream gets the same answer. The refused call leaves the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -365,7 +365,7 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """Without an unused grant a start gets a 429. A start that fails uses none."""
+    """Without an unused grant a start gets a 429. A start that fails uses up no grant."""
     harness = start()
 
     async def begin(body: bytes = b'{"task_id": "t"}') -> httpx.Response:

@@ -1,5 +1,5 @@
 """These tests check bench/simulate.py and bench/clusters.py: the simulated clock, the gate's
-decisions, the agreement with real runs, and its table."""
+decisions, the agreement with real runs, and the table."""
 
 import json
 import math
@@ -27,8 +27,8 @@ def constant(eta: int, **changes: object) -> simulate.Setup:
 
 
 def test_synchronous_steps_take_the_sum_of_their_parts() -> None:
-    """With eta = 0 the duration of a step is the sum of the durations of generation, training and
-    update, and no token has a lag."""
+    """With eta = 0 a step takes as long as generation, training and update together, and no token
+    has a lag."""
     result = simulate.Simulation(constant(0)).run()
     assert result.ends == pytest.approx([3.5 * k for k in range(1, 11)])
     assert set(result.lags) == {(0.0, 0)}
@@ -62,8 +62,7 @@ def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
 @pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
 def test_the_bound_holds_for_every_order(order: str) -> None:
     """With each of the four orders in which the trainer may consume groups, no trained token is
-    more than eta versions old. With the order "unbounded", some trained tokens are more than eta
-    versions old."""
+    more than eta versions old. With the order "unbounded", some are."""
     eta, orders = 2, (order, "unbounded")
     found = (simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in orders)
     bounded, unbounded = found
@@ -72,8 +71,8 @@ def test_the_bound_holds_for_every_order(order: str) -> None:
 
 
 def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation uses the gate of staleness.py. Here the gate is changed so that it admits too
-    many groups, and the simulation raises StalenessError."""
+    """The simulation uses the gate of staleness.py. If the gate is changed so that it admits too
+    many groups, the simulation raises StalenessError."""
     shipped = StalenessManager.get_capacity
     monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
     with pytest.raises(StalenessError):

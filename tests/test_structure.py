@@ -22,7 +22,7 @@ MODULES = PATHS + BESIDE
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a module, calls.messages, and calls for calls/__init__.py."""
+    """The dotted name of a module: calls.messages, or calls for calls/__init__.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -58,7 +58,7 @@ def closure(name: str) -> set[str]:
     [("staleness", 0), ("ppo", 2), ("cache", 3), ("engine", 4), ("proxy", 14), ("workflow", 14)],
 )
 def test_an_idea_draws_in_little(name: str, most: int) -> None:
-    """Who reads one of the seven must read at most so many modules beside it."""
+    """A reader of one of the seven must read at most this many other modules."""
     assert len(closure(name)) <= most, sorted(closure(name))
 
 

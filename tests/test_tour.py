@@ -1,5 +1,5 @@
-"""These tests run the tour (docs/lifecycle.py) again, and check that docs/lifecycle.md contains the
-numbers that the tour prints."""
+"""These tests run the tour (docs/lifecycle.py) again, and compare its numbers with those of
+docs/lifecycle.md."""
 
 import re
 import subprocess
@@ -40,8 +40,8 @@ def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
 
 
 def test_the_tour_shows_an_update_in_the_middle_of_a_game(tour: str) -> None:
-    """Two groups start at version 0 and a third group at version 1. The game that the tour shows
-    has tokens of the versions 0 and 1."""
+    """Two groups start at version 0 and a third one at version 1. The game that the tour shows has
+    tokens of both versions."""
     gate, _, (_, versions, _), *_ = blocks(tour)
     assert [line.split()[-4:] for line in gate[1:]] == [list("0202"), list("0220"), list("1330")]
     assert versions.split() == ["version", "0", "0", *"1" * (len(versions.split()) - 3)]
@@ -49,8 +49,7 @@ def test_the_tour_shows_an_update_in_the_middle_of_a_game(tour: str) -> None:
 
 
 def test_the_numbers_by_hand_equal_the_numbers_of_the_code(tour: str) -> None:
-    """The advantages and the loss that the tour computes by hand are equal to the trainer's
-    values."""
+    """The advantages and the loss that the tour computes by hand equal the trainer's."""
     *_, advantages, loss = blocks(tour)
     by_hand = [float(line.split()[-1]) for line in advantages[:-1]]
     code = [float(x) for x in advantages[-1].split()[2:]]

@@ -44,7 +44,7 @@ def test_no_token_is_older_than_eta(guess_run, eta: int) -> None:
 
 
 def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
-    """The demo's prompt is always the same. So all greedy episodes begin with the same answer, and
+    """The demo's prompt is always the same. So all greedy episodes begin with the same answer, but
     sampled episodes with different ones."""
     folder, metrics = guess_run(0)
 
@@ -89,7 +89,7 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
 
 
 def test_what_a_run_writes(guess_run) -> None:
-    """Configuration, trace, report, trajectories as text and as tokens, and a model that
+    """A configuration, a trace, a report, trajectories as text and as tokens, and a model that
     transformers loads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -83,7 +83,7 @@ async def exact(prompt: str, completion: str, *ids: list, answer: str, **data: A
 
 
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """The sampled tokens have the temperature of the request, and the reward."""
+    """Each sampled token has the request's temperature, and the row has the reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     gconfig = GenerationHyperparameters(temperature=0.5, n_samples=4)
     workflow: Any = RLVRWorkflow(exact, gconfig, tiny_tokenizer)
@@ -156,7 +156,7 @@ async def test_one_failing_member_does_not_take_its_group_along(
 
 
 async def test_a_ragged_group_is_still_one_group() -> None:
-    """Rows say which group they belong to, also if it has lost a member."""
+    """Rows say which group they belong to, even if it has lost a member."""
     groups = []
     for task_id, loses in enumerate([1, None]):
         lose = lambda context, data: None if context.sample_idx == data["loses"] else row(1, 2)  # noqa: E731
@@ -272,7 +272,7 @@ def test_what_cannot_be_resolved_says_what_is_missing(
 @pytest.fixture
 def multi_turn(tiny_tokenizer: Any) -> Callable[..., Any]:
     """multi_turn(**options) makes a MultiTurnWorkflow, whose reward is 1 if the completion begins
-    with the answer, and else 0."""
+    with the answer, else 0."""
     start = functools.partial(MultiTurnWorkflow, exact, tokenizer=tiny_tokenizer)
     return functools.partial(start, gconfig=GenerationHyperparameters())
 

@@ -40,7 +40,8 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
 
 
 def make_config(**changes: Any) -> PPOActorConfig:
-    """One mini-batch, no clip of the gradient, no std. `changes` are keys of PPOActorConfig."""
+    """A configuration with one mini-batch, no gradient clipping and no std. `changes` are keys of
+    PPOActorConfig."""
     plain: dict[str, Any] = {
         "ppo_n_minibatches": 1,
         "adv_norm": NormConfig(std_level="none"),

@@ -14,7 +14,7 @@ class WalkUntilUpdated(RLVRWorkflow):
     """Repeats its completion until the next step needs its group.
 
     Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the
-    weights. So a group of step s + 1 that has started before is interrupted by the update. With
+    weights. So a group of step s + 1 that has already started is interrupted by the update. With
     eta = 0 no such group has started.
     """
 
@@ -43,7 +43,7 @@ class Moody(RLVRWorkflow):
 
 
 def has_signal(trajectory: dict[str, Any]) -> bool:
-    """Whether the rewards of a group differ: equal ones teach nothing."""
+    """Whether the rewards of a group differ, because equal ones teach nothing."""
     return len(set(trajectory["rewards"].tolist())) > 1
 
 

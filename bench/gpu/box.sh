@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Eight minutes on a GPU box:   bash bench/gpu/box.sh [--cpu] [--budget S] [CELL ...]
-# Cells are the functions below; without names, the list `first`. Each has a time limit, and one that fails ends nothing.
+# Cells are the functions below; without names, the list `first`. Each has a time limit, and a failed one ends no other.
 # Results in $OUT: summary.md (a page), summary.json, logs.tar.gz, a profile. --cpu tries everything with tiny sizes.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -18,7 +18,7 @@ elif [ -d /dev/shm ]; then SHM=/dev/shm; fi
 START=$(date +%s)
 
 keep() { flock "$WORK/lock" tar czf "$OUT/logs.tar.gz" -C "$WORK" logs $(cd "$WORK" && ls -d runs/*/*/{metrics.jsonl,config.yaml,logs} 2>/dev/null); }
-cell() { # cell NAME LIMIT COMMAND...: its figures and, where it failed, last words go into the page. TRIAL is the name of a run.
+cell() { # cell NAME LIMIT COMMAND...: the page gets its figures, and last words if it failed. TRIAL names a run.
   local name=$1 limit=$(($2 * SCALE)) log=$WORK/logs/$1.log begin now rc=-1; shift 2
   begin=$(date +%s); now=$((START + BUDGET * SCALE - begin)); [ "$limit" -gt "$now" ] && limit=$now
   if [ "$limit" -lt 8 ]; then echo "not started, the time was over" >"$log"
@@ -69,7 +69,7 @@ sglang() { # on the same GPU as the trainer; .sgl (prepare_sglang.sh) or an inst
     'server.args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none,--disable-prefill-cuda-graph,--cuda-graph-max-bs-decode,128]'
   tail -n 5 "$WORK"/runs/gsm8k/sglang/logs/server-0.log; }
 second() { sglang; nockpt; long; demo_seed2 & demo_sync & wait; }
-first() { # first what no GPU has run yet; what the CPU bounds runs at the same time, the measurements alone
+first() { # first what no GPU has run yet; what the CPU bounds runs together, measurements run alone
   gsm8k_tiny; decode; tool
   unit & demo & { maze_async; maze_sync; } & wait
   packed; tree; eager; push; }

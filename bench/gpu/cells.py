@@ -1,4 +1,4 @@
-"""The measurements of box.sh that need Python, each a part of this command:
+"""The measurements of box.sh that need Python, one command for each:
 
     python bench/gpu/cells.py info                  the card, versions, bandwidth, peak
     python bench/gpu/cells.py make SHAPE DIR        a model with random weights
@@ -9,7 +9,7 @@
     python bench/gpu/cells.py note CELL ...         the page and the JSON of all cells
 
 Each prints JSON objects, one per line, and `note` collects them. On a CPU everything runs with tiny
-sizes and says nothing.
+sizes, and the numbers say nothing.
 """
 
 import argparse
@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 def reward(prompt, completion, prompt_ids, completion_ids, **_):
-    """The share of odd tokens, so that the samples of a prompt differ and a gradient is not 0."""
+    """The share of odd tokens: with it, the samples of a prompt differ, so a gradient is not 0."""
     return sum(i % 2 for i in completion_ids) / max(1, len(completion_ids))
 
 
@@ -215,8 +215,8 @@ def train(args):
 
 
 def errors(actor, batch):
-    """Errors of the trainer's log-probabilities of four rows against transformers in float32, each
-    row alone, and beside them those of transformers in the trainer's numbers."""
+    """Errors of the log-probabilities of four rows, by the trainer and by transformers in the
+    trainer's dtype, both against transformers in float32 with each row alone."""
     import torch
 
     mask = batch["loss_mask"].bool().clone()
@@ -273,7 +273,7 @@ def profile(one_step, args):
 
 
 def push(model):
-    """Time how long the trainer writes its weights to files, and how long a server reads them."""
+    """Time how long the trainer takes to write its weights to files, and a server to read them."""
     from safetensors.torch import load_file
 
     from inference.weights import WeightUpdateMeta
@@ -296,8 +296,8 @@ def push(model):
 
 
 def decode(path, rows, context):
-    """Tokens a second of the small server, which draws a token for each of its full slots: started
-    kernel by kernel, and as a CUDA graph. A step reads all weights and all keys."""
+    """Tokens a second of the small server, which draws a token for each of its full slots, once
+    started kernel by kernel, and once as a CUDA graph. A step reads all weights and all keys."""
     from inference.tiny.model import Model
     from inference.tiny.sampling import SamplingParams, Sequence, sample
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects in .box what a GPU machine without network lacks:   bash bench/gpu/prepare.sh [NAME==VERSION ...]
-# Such a machine has torch, transformers, httpx, uvloop and pytest; the rest are wheels of 13 MiB.
+# Such a machine has torch, transformers, httpx, uvloop and pytest; the rest is 13 MiB of wheels.
 # Then copy the checkout with .box there, and run `bash bench/gpu/box.sh` in it.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -15,6 +15,6 @@ for name in $names; do
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
     --platform manylinux1_x86_64 -d .box/whl "${version:-$name}"
 done
-# The base models of the demo and the maze take minutes to make: run each for one step here, and they travel along.
+# The base models of the demo and the maze take minutes to make: if each has run for one step here, they travel along.
 for model in .cache/tasks.*; do [ -d "$model" ] && cp -r "$model" .box/cache/; done
 du -sh .box

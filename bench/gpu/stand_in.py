@@ -1,6 +1,6 @@
 """A stand-in for flashinfer and for xgrammar, whose names SGLang imports on every NVIDIA GPU. With
---attention-backend triton, --sampling-backend pytorch and --grammar-backend none it uses none.
-Every name is an empty class, and a call raises an error."""
+--attention-backend triton, --sampling-backend pytorch and --grammar-backend none SGLang uses none
+of them. Every name is an empty class, and a call raises an error."""
 
 import importlib.abc
 import importlib.machinery

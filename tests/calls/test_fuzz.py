@@ -43,7 +43,7 @@ conversations = st.builds(
 
 
 def as_json(body: Any) -> bytes:
-    """JSON of a body, whose keys may be no strings."""
+    """JSON of a body, whose keys need not be strings."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
@@ -56,7 +56,7 @@ def representable(body: Any) -> bool:
 
 @st.composite
 def broken(draw: Callable[..., Any]) -> bytes:
-    """JSON that is whole, cut, damaged or encoded otherwise; or random bytes."""
+    """JSON that is whole, cut, damaged or in another encoding; or random bytes."""
     raw = as_json(draw((bodies | conversations).filter(representable)))
     kind = draw(st.integers(0, 4))
     if kind == 0:
@@ -73,7 +73,7 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """The status of the reply to this body. Then the session answers a valid request."""
+    """The status of the reply to this body. Afterwards the session must answer a valid request."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()
@@ -98,7 +98,7 @@ def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -
 
 
 def nested(depth: int, wrap: str) -> bytes:
-    """JSON with so many levels of lists or objects."""
+    """JSON with this many levels of lists or objects."""
     inner = (b"[" if wrap == "list" else b'{"a":') * depth
     return inner + b"1" + (b"]" if wrap == "list" else b"}") * depth
 
@@ -130,7 +130,7 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
 @settings(max_examples=40)
 @given(st.sampled_from(MANAGEMENT), raws)
 def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """The trainer's mistakes are 4xx, too."""
+    """The trainer's mistakes get a 4xx, too."""
 
     async def call() -> int:
         harness = Harness(tiny_tokenizer)

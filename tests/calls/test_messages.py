@@ -75,7 +75,7 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The path to each text, name, id and argument in a part of a request: keys and indices."""
+    """The path (keys and indices) to each text, name, id and argument in a part of a request."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -89,7 +89,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """The items of the second request, and where those begin and end that repeat the reply."""
+    """The items of the second request, and the beginning and end of those that repeat the reply."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     others = [item.get("role", "assistant") != "assistant" or "output" in item for item in items]
@@ -236,7 +236,7 @@ def test_three_protocols_say_one_conversation() -> None:
 
 
 def test_two_replies_in_a_row_stay_two() -> None:
-    """Every protocol keeps them apart, and in Responses a text may replace the list."""
+    """Every protocol keeps them apart. In Responses, a text may stand for the whole list."""
     twice = [said("a"), said("b"), *HELLO]
     for path, protocol in PROTOCOLS.items():
         assert ask(path, **{protocol.history: twice}).messages == twice
@@ -283,7 +283,7 @@ def test_a_history_with_an_unusual_item_is_read(item: dict[str, Any], text: str)
 
 
 def test_what_a_template_may_read_reaches_it() -> None:
-    """For example, a tool's result may have a name. It does not count when histories are
+    """For example, a tool's result may have a name, which does not count when histories are
     compared."""
     sent = [TALK[3] | {"name": "f"}, said("a", reasoning="hm"), QUESTION | {"name": {}}]
     read = ask(messages=sent).messages
@@ -292,7 +292,7 @@ def test_what_a_template_may_read_reaches_it() -> None:
 
 
 def test_blocks_beside_a_tools_result_are_kept() -> None:
-    """Each result is a message, and what is next to it another."""
+    """Each result is a message, and what stands beside it is another."""
     result = {"type": "tool_result", "tool_use_id": "c", "content": "21"}
     text, image = {"type": "text", "text": "So?"}, {"type": "image", "source": {}}
     tool = {"role": "tool", "content": "21", "tool_call_id": "c"}
@@ -349,7 +349,7 @@ FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     ],
 )
 def test_structured_output_is_one_schema(fields: dict[str, Any], schema: Any) -> None:
-    """The schema keeps its fields in order, because the answer shall have that order."""
+    """The schema keeps its fields in order, because the answer should have that order."""
     text = json.dumps(schema, separators=(",", ":"))
     assert ask(**fields).sampling == ({} if schema is None else {"json_schema": text})
 
@@ -403,7 +403,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: Any) -> No
 
 
 def test_a_prefilled_answer_is_refused() -> None:
-    """In Anthropic's protocol it would order the model to go on with it."""
+    """In Anthropic's protocol, such an answer orders the model to go on with it."""
     talk = [*HELLO, said("The answer is (")]
     assert ask(messages=talk).messages == talk
     with pytest.raises(Refusal, match=r"^messages: .*prefilling"):

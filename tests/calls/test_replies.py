@@ -29,7 +29,7 @@ MESSAGE = said("Let me see.", *CALLS, reasoning="hm")
 
 
 def form_of(name: str) -> Any:
-    """What writes the reply to a prompt of two tokens."""
+    """The form that writes the reply to a prompt of two tokens."""
     form = PROTOCOLS[name](AgentRequest(HELLO, model="m"), "ab12")
     form.input_len = 2
     return form
@@ -49,7 +49,7 @@ def whole(name: str, message: Message = MESSAGE, reason: str = "stop") -> dict[s
 def streamed(
     name: str, message: Message = MESSAGE, reason: str = "stop", progress: int = 2
 ) -> bytes:
-    """The reply as a stream, with so many events of progress."""
+    """The reply as a stream, with this many events of progress."""
     form = form_of(name)
     waited = [form.progress() for _ in range(progress)]
     events = [form.opening(), *waited, *form.stream(rendered(form, message, reason))]

@@ -54,7 +54,7 @@ MARKED = call(arguments=json.dumps(MARKS[1]))
     ],
 )
 def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
-    """Into reasoning, text and calls."""
+    """The parts are reasoning, text and calls."""
     assert read(text) == message
 
 

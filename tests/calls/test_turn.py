@@ -215,8 +215,8 @@ async def test_a_hang_up_frees_the_server(start: Start, real_engine: RemoteInfEn
 async def test_a_stream_through_processes_and_the_agents_own_transport(
     proxy: ProxyAddress, protocol: str
 ) -> None:
-    """Events pass through a proxy process to the agent's client, whose connection is free again
-    after them."""
+    """Events pass through a proxy process to the agent's client, whose connection is then free
+    again."""
     request: Any = {"model": "m", "messages": HELLO, "max_tokens": 30, "stream": True}
     session = OpenAIProxyClient(Servers(*proxy), "task")
     await session.grant_capacity()

@@ -77,7 +77,7 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 async def test_a_client_may_change_its_tools(
     start: Start, tool_tokenizer: Any, name: str, later: str
 ) -> None:
-    """The turns still are one path of the tree, though the prompt is rendered anew."""
+    """The turns are still one path of the tree, though the prompt is rendered anew."""
     harness = start(CALL, "21 degrees", "bye", tokenizer=tool_tokenizer)
     session, items = await harness.start(), [user()]
     first, second = offer(name), offer(name, "g")
@@ -129,7 +129,7 @@ async def test_a_response_goes_on_from_the_one_it_names(
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> None:
-    """The next prompt begins with the sampled tokens all the same."""
+    """Even so, the next prompt begins with the sampled tokens."""
     harness = start("<think>\nhm\n</think>\n\none", "two", "three")
     session, items = await harness.start(), [user()]
     for k in range(3):
@@ -168,7 +168,7 @@ async def test_a_stop_string_ends_the_text(start: Start, name: str) -> None:
 async def test_a_full_context_is_said_in_each_vendors_way(
     start: Start, real_engine: RemoteInfEngine, name: str, stream: bool
 ) -> None:
-    """OpenAI has an error code for it, and Anthropic the beginning of a message."""
+    """For this, OpenAI has an error code, and Anthropic a fixed beginning of the message."""
     harness = start(engine=real_engine)
     session = await harness.start()
     body = body_of(name, [user("x" * 3000)], stream=stream)

@@ -6,6 +6,6 @@ the system can reach.
     for a complete search.
 
 Read search.py first: it explains state machines and the search. dispatcher.py, turns.py and
-updates.py have one state machine each, which runs the project's real classes, not models of these
-classes. docs/results.md says what they check.
+updates.py have one state machine each, which runs the project's real classes, not models of them.
+docs/results.md says what they check.
 """

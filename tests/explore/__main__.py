@@ -8,7 +8,7 @@ from typing import Any
 from . import dispatcher, turns, updates
 from .search import explore, walk
 
-COMMANDS = {"--large": "LARGE", "--walk": "FAR"}  # and the bounds that each takes
+COMMANDS = {"--large": "LARGE", "--walk": "FAR"}  # each command and its bounds
 SEEDS, LENGTH = range(20), 2000  # seeds of the random walks, and number of events in each walk
 Case = tuple[str, Any, tuple[Any, ...]]  # command, state machine, its arguments
 

@@ -9,9 +9,9 @@ has tokens of every version from its start to its end. The properties:
     `age`         No trained token is more than eta versions old.
     `gate`        When a group has started, accepted + running <= (eta + version + 1) B.
     `counters`    submitted = enqueued + running + accepted + rejected + dropped + withdrawn.
-    `starvation`  No group waits more than eta versions for its step: from its start with wait, from
-                  its end with mask and drop.
-    `lost`        Only drop drops groups, and mask after a slip. A fetch by id gets its group.
+    `starvation`  No group waits more than eta versions for its step, counted from its start with
+                  wait, and from its end with mask and drop.
+    `lost`        Only drop, or mask after a slip, drops groups. A fetch by id gets its group.
     `kept`        A batch that the age check refuses is still there.
     `restart`     After a kill, min(concurrent, (eta + 1) B) groups may start at once.
     `data`        Every position of the data is drawn once, and again only if a kill has undone it.
@@ -32,7 +32,7 @@ import staleness
 
 from .search import Broken, Event
 
-METHODS = ("_new_id", "_draw", "state_dict", "load_state_dict")  # of WorkflowExecutor
+METHODS = ("_new_id", "_draw", "state_dict", "load_state_dict")  # WorkflowExecutor's
 
 
 def clone(thing: Any) -> Any:
@@ -260,7 +260,7 @@ class DispatchMachine:
         spent = world.rejections, world.kills, world.slips
         if not self.bounds.kills:
             return now, spent
-        # Where positions matter, they count from the next one, or from the first that is open.
+        # With kills, positions matter; they count from the next one, or from the first open one.
         version, _, saved = world.saved or (0, (), {"closed": ()})
         first = next(i for i in count() if i not in saved["closed"])
         beyond = tuple(i - first for i in saved["closed"] if i > first)

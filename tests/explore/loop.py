@@ -1,8 +1,8 @@
 """StillLoop is an asyncio event loop without sockets, threads and real waiting. A state machine
 (search.py) decides the order of the events.
 
-`run` calls every callback that is ready, and returns when no callback is ready. Time stands still
-until `pass_time`, which fires the timers that are due.
+`run` calls callbacks that are ready until none is left. Time stands still until `pass_time`, which
+fires the timers that are due.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class StillLoop(asyncio.BaseEventLoop):
         self.call_soon(lambda: None)
 
     def run(self) -> None:
-        """Call every ready callback, until no callback is ready."""
+        """Call ready callbacks until none is left."""
         outer = events._get_running_loop()
         events._set_running_loop(self)
         try:

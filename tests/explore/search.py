@@ -2,14 +2,14 @@
 
 A **state machine**, or machine for short, describes a system: its initial states, the events that
 are possible in a state, and the properties that every state must have. `explore` visits all states,
-breadth first. Two states with the same key count as one state. If two orders of events lead to
-states with the same key, the search continues from only one of these states. If a state violates a
-property, the error shows the shortest series of events that leads to such a state. After the
-search, `explore` checks that a goal can be reached from every state. A state from which no goal can
-be reached is a deadlock, or belongs to a set of states that no event leaves.
+breadth first. States with the same key count as one, so if two orders of events lead to the same
+key, the search continues from only one of the two states. If a state violates a property, the error
+shows the shortest series of events that leads to such a state. After the search, `explore` checks
+that a goal can be reached from every state. A state from which no goal can be reached is a
+deadlock, or belongs to a set of states that no event leaves.
 
-`walk` follows random events and checks each state that it reaches. `walk` also works with systems
-that have too many states for `explore`.
+`walk` follows random events and checks each state that it reaches. It also works with systems that
+have too many states for `explore`.
 """
 
 import random
@@ -47,13 +47,13 @@ class Machine(Protocol[S]):
         ...
 
     def is_goal(self, state: S) -> bool:
-        """Return whether this state is a goal. From every state the system must be able to reach a
-        goal."""
+        """Return whether this state is a goal. The system must be able to reach a goal from every
+        state."""
         ...
 
 
 class Broken(AssertionError):
-    """Raised if a state violates a property. `name` is the name of the property."""
+    """Raised if a state violates the property `name`."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
@@ -61,8 +61,8 @@ class Broken(AssertionError):
 
 
 class State(NamedTuple):
-    """A state of a PathMachine: the events that lead to the state, and the values that `run`
-    computed for the state."""
+    """A state of a PathMachine: the events that lead to it, and the values that `run` computed for
+    it."""
 
     path: tuple[Event, ...]
     seen: Hashable
@@ -78,7 +78,7 @@ class State(NamedTuple):
 class PathMachine:
     """A state machine whose state contains coroutines, which cannot be copied.
 
-    To reach a state, `run` repeats all events that lead to the state.
+    To reach a state, `run` repeats all events that lead to it.
     """
 
     def run(self, path: tuple[Event, ...]) -> State:
@@ -188,7 +188,7 @@ def events_to(graph: Graph, way: Way) -> list[Event]:
 def story(machine: Machine[Any], events: Sequence[Event]) -> str:
     """Return the events as text, one on each line, with the state before each event.
 
-    If the state machine has several initial states, the text begins with the first initial state.
+    If the state machine has several initial states, the text begins with the first of them.
     """
     state, lines = next(iter(machine.initial())), []
     for number, event in enumerate(events, start=1):

@@ -19,7 +19,7 @@ events that lead to it, and to apply one more event, all of them are repeated in
     tree      The unfinished turns of the tree are those that run.
     tokens    Each sampled token is trained at most once, with its own version and log-probability.
     rewards   The exported rewards are those of the recursive formula.
-    deadlock  From every state, all clients can be answered and the session can leave.
+    deadlock  From every state, all clients can be answered and the session can be exported.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Letters:
 
 @dataclass(eq=False)
 class Generation:
-    """A generation of one token, which is its letter."""
+    """A generation of one token: the generation's letter."""
 
     letter: str
     body: str
@@ -94,7 +94,7 @@ class Engine:
             return ModelResponse([*request.input_ids], [ord(letter)], [logprob], [number])
         except asyncio.CancelledError:
             own.state, own.news = "stops", loop.create_future()
-            await own.news  # until the event "stopped"
+            await own.news  # comes with the event "stopped"
             raise
         finally:
             own.state = "over"
@@ -109,7 +109,7 @@ class Client:
     hangup: asyncio.Future
     gone: bool = False
     status: int = 0
-    text: str = ""  # of the answer, if it was read whole
+    text: str = ""  # the answer's text, if it was read whole
     begun: bool = False  # whether the first byte of a stream has left
     in_time: bool = False  # whether the session was open when the answer was read
 
@@ -395,14 +395,13 @@ class TurnMachine(PathMachine):
     """Repeats a path of events in a new world."""
 
     bounds: TurnBounds
-    module: ModuleType = proxy  # module with Proxy, or a copy of the module with a planted error
+    module: ModuleType = proxy  # module with Proxy, or a copy with a planted error
 
     @cached_property
     def shared(self) -> Any:
         return self.module.Proxy(Engine(), Letters(), "admin")
 
     def run(self, path: tuple[Event, ...]) -> State:
-        """Replay all events of a path in a newly created world, and return the resulting state."""
         world = World(self.bounds, self.shared, self.module)
         try:
             for event in path:

@@ -2,7 +2,7 @@
 
 It runs the shipped `PPOTrainer.push` (train.py), `RemoteInfEngine` (engine.py), and `Servers` and
 `send` (inference/). There are two engines: the trainer's engine pushes versions, and the proxy's
-engine has the request.
+engine makes the request.
 
 Between two calls of the trainer, a server may generate a token, die, or restart with its first
 weights. A connection may break, and an answer may be lost. The servers are stand-ins: the id of
@@ -15,7 +15,7 @@ each token is the version of the weights that computed it. The properties:
                 request_retries + 1 failures in a row.
     `has`       A server whose label is a number has the weights of that version. When the gate gets
                 a new version, every live server has it, unless it restarted during the update.
-    `paused`    When the trainer has ended, no server that lives is paused.
+    `paused`    When the trainer has ended, no living server is paused.
     `deadlock`  From every state, request and trainer can end.
 """
 
@@ -53,7 +53,7 @@ class PathEnds(BaseException):
 class UpdateBounds(NamedTuple):
     servers: int = 1
     versions: int = 1  # updates
-    tokens: int = 2  # that the request asks for
+    tokens: int = 2  # what the request asks for
     faults: int = 1  # deaths of servers, broken connections, lost answers and errors together
     pause_mode: str = "retract"
 
@@ -63,7 +63,7 @@ class Generation:
     """A request at a server: for each token the version of the weights, and the server's label."""
 
     limit: int
-    answered: asyncio.Future  # with the answer, or with None for a broken connection
+    answered: asyncio.Future  # the answer, or None for a broken connection
     tokens: list[tuple[int, str]] = field(default_factory=list)
 
     def end(self, answer: dict[str, Any] | None) -> None:
@@ -91,7 +91,7 @@ class Server:
     alive: bool = True
     label: str = "0"
     weights: int = 0
-    restarted: bool = False  # and has got no weights since
+    restarted: bool = False  # true until new weights come
     paused: bool = False
     running: dict[str, Generation] = field(default_factory=dict)
 
@@ -180,7 +180,8 @@ def run_all(calls: Iterable[Any]) -> list[Any]:
 
 
 class World(engine.Hooks):
-    """One run: a trainer, a proxy with one request, and servers. It is the proxy's hook, too."""
+    """One run: a trainer, a proxy with one request, and servers. It is also the hook of the proxy's
+    engine."""
 
     def __init__(self, bounds: UpdateBounds, modules: dict[str, ModuleType], folder: str) -> None:
         self.bounds, self.modules, self.folder, self.loop = bounds, modules, folder, StillLoop()
@@ -189,7 +190,7 @@ class World(engine.Hooks):
         self.pending: tuple[str, Any] | None = None  # URL and body of the trainer's next call
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
-        self.version = 0  # of the gate
+        self.version = 0  # the gate's version
         self.broken: Broken | None = None
         self.request: asyncio.Task | None = None
         self.kept: list[tuple[int, int]] = []  # (token, version) of the segments that are complete
@@ -406,7 +407,7 @@ class UpdateMachine(PathMachine):
 
     @cached_property
     def folder(self) -> str:
-        """A folder for the weights, which goes with the machine."""
+        """A folder for the weights, deleted together with the machine."""
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder

@@ -91,7 +91,8 @@ def test_k3_counts_as_at_most_10():
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("scaling", [1.0, 2.5])
 def test_each_kl_in_the_reward_is_charged_to_its_turn(kind, scaling):
-    """The scaled return of a turn falls by the weight times the sum over its own tokens."""
+    """The scaled return of a turn falls by the weight times the sum of the KL over its own
+    tokens."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
     batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, math.nan)
     batch["ref_logp"] = torch.where(batch["turn_ids"] == 1, -3.0, -1.0)
@@ -103,7 +104,7 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind, scaling):
 
 
 def test_the_overlong_penalty_is_a_ramp():
-    """0 up to limit - margin, -factor at the limit, linear between."""
+    """The penalty is 0 up to limit - margin, -factor at the limit, and linear between them."""
     batch = make_batch(*((0, [(1.0, n, True)]) for n in (1, 6, 7, 8, 10, 12)))
     A = overlong(batch, limit=10, margin=4, factor=0.5, **PLAIN)
     assert per_row(A, batch) == [1 + x for x in (0, 0, -0.125, -0.25, -0.5, -0.5)]
@@ -139,7 +140,7 @@ def test_rows_count_the_same_or_tokens_count_the_same(length):
 
 
 def test_variants_combine():
-    """The ramp first, then the mean of the others."""
+    """The ramp comes first, and then the mean of the others."""
     batch = make_batch((0, [(1.0, 10, True)]), (0, [(0.0, 1, True)]), (0, [(2.0, 1, True)]))
     A = rloo(batch, std_level="none", base=partial(overlong, limit=10, margin=4, factor=0.5))
     assert per_row(A, batch) == pytest.approx([0.5 - 1, 0 - 1.25, 2 - 0.25])

@@ -1,7 +1,7 @@
 """Each rule of the doctor fires on a sick run, and is silent on a healthy run that is close to it.
 
-Then the doctor of a run, the command, the canary, and the search for a function that blocks the
-event loop. The last tests start real runs.
+Then come the doctor of a run, the command, the canary, and the search for a function that blocks
+the event loop. The last tests start real runs.
 """
 
 import asyncio
@@ -39,7 +39,8 @@ HEALTHY |= {"rollout_wait_s": 1.0, "train_s": 0.5, "step_s": 2.0}
 
 
 def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
-    """Return `count` healthy lines with changes: a list changes the last ones, a number all."""
+    """Return `count` healthy lines with changes: a list changes the last lines, a number all
+    lines."""
     lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
     for name, value in last.items():
         values = value if isinstance(value, list) else [value] * count
@@ -54,7 +55,8 @@ def rules_that_fire(lines: list[dict[str, Any]], config: Any = CONFIG) -> set[st
 
 NAN, INF = float("nan"), float("inf")
 EXACT = {"behave_ess": 1.0}
-# A rule, a metric of a sick run and of a healthy one that is close, and what both have in common.
+# A rule, a metric, its values in a sick run and in a healthy one that is close, and what both
+# share.
 CASES: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("stale_weights", "canary_mismatch", [2e-3], [0.9e-3], {}),
     ("stale_weights", "canary_mismatch", [INF], [0.0], {}),
@@ -108,7 +110,7 @@ def test_every_rule_has_a_case_and_an_entry() -> None:
 
 
 def test_the_number_format_sets_the_limit_of_rounding() -> None:
-    """In bfloat16, a log-probability may differ by 0.6 nats, and not by 1.1."""
+    """In bfloat16, a log-probability may differ by 0.6 nats, but not by 1.1."""
     config = TrainConfig.model_validate({"actor": {"dtype": "bfloat16"}})
     assert rules_that_fire(lines_of(2, logp_mismatch=0.6, canary_mismatch=0.6), config) == set()
     both = {"logp_mismatch", "stale_weights"}
@@ -181,7 +183,7 @@ def go(doctor: Doctor, run: Any, lines: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rule speaks once a run, also if the run is continued."""
+    """A rule speaks once per run, even if the run is continued."""
     for _ in range(2):
         go(*start(tmp_path), lines_of(3, staleness_max=9.0))
     [said] = capsys.readouterr().err.splitlines()
@@ -200,7 +202,7 @@ def test_a_strict_doctor_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_doctors_facts_become_metrics(tmp_path: Path) -> None:
     """A line has the verdict on the update before its step. No line follows the last update, so the
-    verdict on it goes only to doctor.jsonl. Other ranks only compute."""
+    verdict on it goes only to doctor.jsonl. Ranks other than 0 only compute."""
     doctor, run = start(tmp_path, last=3)
     first = {"no_signal_share": 0.0, "baseline_bias": 0.0}
     fine = first | {"canary_mismatch": 0.0, "canary_unchanged": 0}
@@ -232,7 +234,7 @@ def test_a_step_that_never_ends_is_stopped(
     failed: list[Exception] = []
     loop = SimpleNamespace(thread=LOOP.thread, fail=failed.append)
     doctor, run = start(tmp_path, Strict, loop=loop)
-    run.executor.stats = RolloutStat(rejected=20)  # before this step
+    run.executor.stats = RolloutStat(rejected=20)  # what happened before this step
     monkeypatch.setattr("extras.doctor.find_blocker", lambda *_: where)
     turns: Iterator[bool] = iter([False, False, True])
 

@@ -49,7 +49,7 @@ def test_an_evaluation_that_nobody_answers_has_failed(tmp_path: Path, capsys) ->
     """The exit code says so, eval.json counts the rejected episodes, and the failure is shown."""
     words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
     with pytest.raises(SystemExit, match=r"^error: no episode of the evaluation has a reward$"):
-        begin(words[words.index("train.py") + 1 :])  # Python says this text, and exits with 1
+        begin(words[words.index("train.py") + 1 :])  # Python prints this text, and exits with 1
     said = "failed 6 times: eval-rollout task 0 failed: APIConnectionError"
     assert said in capsys.readouterr().err
     assert json.loads((tmp_path / "e/t/eval.json").read_text())["eval_rejected"] == 6

@@ -54,7 +54,7 @@ def test_the_tree_of_an_episode(tiny_model_dir: Path, tiny_server: str) -> None:
 
 
 def test_a_message_with_tool_calls() -> None:
-    """Calls follow the text, as they would be written in Python."""
+    """Calls follow the text, written as in Python."""
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     assert text_of({"role": "assistant", "content": None, "tool_calls": [call]}) == 'add({"a": 1})'
     assert text_of({"content": "two"}) == "two"

@@ -34,6 +34,7 @@ def test_the_first_failure_is_shown_as_it_is(tmp_path: Path, capsys, monkeypatch
 
 
 def test_an_exception_in_one_line() -> None:
-    """Type, text and place, without line breaks and what would steer a terminal."""
+    """The line has type, text and place, and nothing that would break the line or steer a
+    terminal."""
     text = describe(raised(ValueError("two\nlines\x1b[2J")))
     assert text.startswith(r"ValueError: two lines\x1b[2J, in raised (test_failures.py:")

@@ -19,8 +19,8 @@ Row = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def weighed(how: str = "token", low: float = 0.0, high: float = math.inf, clamp=False) -> Row:
-    """w is a token's, the product over its row or their geometric mean. Outside of low .. high it
-    becomes 0, or with `clamp` the bound."""
+    """w is the token's own weight, or the product or geometric mean of its row's weights. Outside
+    of low .. high, w becomes 0, or with `clamp` the bound."""
 
     def row(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         log_w = {"token": x, "sum": x.sum().clamp(-20, 20), "mean": x.mean()}[how].expand(x.shape)
@@ -125,8 +125,8 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_untrained_tokens_change_no_loss(variant, poison):
-    """Not even NaN at an untrained token leaks into loss, gradient or metrics, in whichever tensor
-    it is; and a grid gives what flat tokens give."""
+    """Not even NaN at an untrained token of any tensor leaks into loss, gradient or metrics, and a
+    grid gives what flat tokens give."""
     *clean, mask = random_tokens(1)
     results: list[Any] = []
     for poisoned in [(), *((i,) for i in range(4)), range(4)]:
@@ -144,7 +144,7 @@ def test_untrained_tokens_change_no_loss(variant, poison):
 
 
 def test_the_reported_errors_are_those_of_the_definition():
-    """Absolute and relative, of log pi_prox, w and u, for each guess."""
+    """Absolute and relative errors of log pi_prox, w and u, for each guess."""
     g = torch.Generator().manual_seed(2)
     prox, old, theta = (-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in "pbt")
     a = torch.rand(20, generator=g, dtype=torch.float64)

@@ -140,8 +140,8 @@ def test_memory_of_a_real_step(
 
 
 def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
-    """Four ranks keep a quarter each, a reference model adds 4 bytes, and a server holds weights,
-    keys and values."""
+    """Four ranks keep a quarter each, a reference model adds 4 bytes a parameter, and a server
+    holds weights, keys and values."""
     given = recipe(tiny_model_dir, "server.max_total_tokens=5000")
     shape = AutoConfig.from_pretrained(tiny_model_dir)
     n, norms = count_parameters(shape)
@@ -168,7 +168,7 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
     ],
 )
 def test_what_a_machine_cannot_run(words, gpus, says, qwen: Path, monkeypatch) -> None:
-    """The line names what there is too much of."""
+    """The error names the cause."""
     if not gpus:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with pytest.raises(ConfigError, match=says):
@@ -283,7 +283,7 @@ def test_advice_of_the_plan(qwen: Path, plan: Plan) -> None:
 
 
 def test_a_name_is_enough_for_a_plan(plan: Plan) -> None:
-    """If the model is not on this machine, one line says so, and the GiB stay open."""
+    """If the model is not on this machine, one line says so, and its memory is shown as "?"."""
     text = plan(recipe("nobody/nothing"), 0)
     assert "no config.json of nobody/nothing is on this machine" in text
     assert re.search(r"rank 0 +- +\?\n", text)
@@ -295,7 +295,7 @@ def test_the_printed_commands_start_servers(
     """A command can be pasted as it stands, and starts what the run would start."""
     text = plan(recipe(tiny_model_dir, "server.backend=tiny", "server.max_total_tokens=4096"), 0)
     [command] = [line for line in text.splitlines() if "inference.tiny.server" in line]
-    # The shell takes no notice of the words that Child adds, nor gets its PYTHONPATH.
+    # The shell ignores the words that Child adds, and does not get its PYTHONPATH.
     child = Child("pasted", ["env", "-u", "PYTHONPATH", "bash", "-c", command])
     child.start(tmp_path)
     child.url = f"http://127.0.0.1:{command.split()[-1]}"

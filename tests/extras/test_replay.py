@@ -166,7 +166,8 @@ def request(name: str = "7-0.0", ids: list[int] = PROMPT) -> ModelRequest:
 
 
 async def test_each_span_waits_for_its_version(follow: Any) -> None:
-    """A replay asks for the tokens of a span when the servers have its version, and records it."""
+    """A replay asks for the tokens of a span when the servers have its version, and records the
+    span."""
     engine, hooks, servers = follow(RECORDED)
     running = asyncio.ensure_future(engine.agenerate(request()))
     while not hooks.own.read().calls[7]:
@@ -184,7 +185,7 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
 
 @pytest.mark.parametrize("name", ["7-0.0", "7.0"])
 async def test_a_failed_call_fails_again(follow: Any, name: str) -> None:
-    """The status is the same, so the agent acts the same. The name of a lone episode has no
+    """The status is the same, so the agent behaves the same. The name of a lone episode has no
     member."""
     engine, hooks, servers = follow(call(name, [], failed=503))
     with pytest.raises(EngineError) as failed:
@@ -207,7 +208,8 @@ async def test_a_closed_call_is_recorded_as_failed(follow: Any) -> None:
 
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
-    """Calls of evaluations, and of sessions without a task's number, are free and leave no line."""
+    """Calls of evaluations, and of sessions without a task's number, run freely and leave no
+    line."""
     engine, hooks, _ = follow(RECORDED)
     before = hooks.own.path, Path(hooks.own.path).read_bytes()
     assert (await engine.agenerate(request(name))).output_len == 50
@@ -248,7 +250,7 @@ def consumed(*calls: Fact) -> list[Fact]:
 
 @pytest.mark.parametrize("cut", [0, 1, 9, 10**6])
 def test_a_continued_run_cuts_an_incomplete_line(tmp_path: Path, cut: int) -> None:
-    """A kill may leave half a line. Without it, the new line "run" begins a line of its own."""
+    """A kill may leave half a line. It is cut, so the record "run" begins a new line."""
     path = tmp_path / "own" / FILE
     path.parent.mkdir()
     path = write(path, {"consume": 4, "version": 0}, {"consume": 5, "version": 1})
@@ -263,7 +265,7 @@ def test_a_continued_run_cuts_an_incomplete_line(tmp_path: Path, cut: int) -> No
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
     """A replay does not wait for tokens of later versions. A task that ends without its recorded
-    tokens differs."""
+    tokens counts as different."""
     write(tmp_path / FILE, *consumed(RECORDED))
     found = start(tmp_path)
     found.record(**START)

@@ -138,7 +138,7 @@ def test_an_agents_text_stays_text(folder: Path) -> None:
 
 
 def test_a_page_is_small(folder: Path) -> None:
-    """A page has at most MAX_TOKENS tokens, and yet the rewards of all rows."""
+    """A page has at most MAX_TOKENS tokens, but the rewards of all rows."""
     wide = {key: x.repeat(200, *[1] * (x.dim() - 1)) for key, x in make_batch().items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
     wide["parents"].fill_(-1)
@@ -219,7 +219,8 @@ GONE = ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut", "pipes"]
 
 @pytest.mark.parametrize("gone", GONE)
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """Files may be missing, cut by a kill, or no files at all: a pipe does not hang the report."""
+    """Files may be missing or cut by a kill, and a pipe in the place of one does not hang the
+    report."""
     names = ("metrics.jsonl", "trace.json", "tokens/00005.safetensors")
     if gone == "cut":
         for name in names:
@@ -297,7 +298,8 @@ def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys) -> None:
 
 
 def draw(path: Path, tmp_path: Path, script: str = "") -> str:
-    """Return the document after the page's script and `script`. An error in either fails."""
+    """Return the document after the page's script and `script` have run. An error in either
+    fails."""
     path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
     flags = "--headless=new --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
     size = f"--window-size=1200,900 --virtual-time-budget=5000 --user-data-dir={tmp_path}/chrome"

@@ -63,7 +63,8 @@ def test_a_mismatch_of_no_token_is_a_hyphen() -> None:
 
 
 def test_the_last_line_says_what_the_trainer_does() -> None:
-    """Groups are finished until a step takes them; then the step trains, and pushes its weights."""
+    """Groups count as finished until a step takes them; then the step trains, and pushes its
+    weights."""
     table = make_table(Terminal(file=io.StringIO(), force_terminal=True, width=80))
     [on_event] = table.run.executor.listeners
 

@@ -1,4 +1,4 @@
-"""trace.json holds what became of every group and what the trainer did, at every moment."""
+"""trace.json says, at every moment, what became of every group and what the trainer did."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A tracker gets the configuration, the numbers of each step, and the end."""
+"""A tracker is told the configuration, the numbers of each step, and the end of the run."""
 
 import sys
 from types import SimpleNamespace

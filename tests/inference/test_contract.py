@@ -86,8 +86,8 @@ class Server:
         return self.pool.submit(answer)
 
     def start(self, rid: str, max_new_tokens: int = LONG) -> Future:
-        """Send a long request, and wait until it has its first token. It has one when a later
-        request is answered."""
+        """Send a long request, and wait for its first token. The answer to a later request shows
+        that it has one."""
         future = self.send(rid, max_new_tokens)
         self.generate(1, PROMPT[:3])
         return future
@@ -185,7 +185,8 @@ SAMPLED = [{}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_p": 0.6, "top_k
 
 @pytest.mark.parametrize("params", SAMPLED)
 def test_logprobs_are_those_of_the_trainer(server: Server, params: dict[str, Any]) -> None:
-    """log_softmax(logits / temperature); top_p and top_k only change which token is drawn."""
+    """They are log_softmax(logits / temperature); top_p and top_k only change which token is
+    drawn."""
     server.check(server.generate(12, **params), temperature=params.get("temperature", 1.0))
 
 
@@ -263,7 +264,7 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
 
 
 def test_an_abort_returns_what_there_is(server: Server) -> None:
-    """An aborted request has its tokens so far; an unknown one is no error."""
+    """An aborted request returns its tokens so far; aborting an unknown one is no error."""
     pending = server.start("contract-abort")
     assert server.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
     answer = pending.result(60)
@@ -298,7 +299,7 @@ def test_a_new_request_waits_out_a_pause(server: Server) -> None:
 
 
 def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
-    """A folder without weights is a 400, and the server keeps version and weights."""
+    """A folder without weights gets a 400, and the server keeps version and weights."""
     version, before = server.version(), server.generate(6, temperature=0.0)["output_ids"]
     body = {"model_path": str(tmp_path / "none"), "weight_version": "x"}
     assert server.post("/update_weights_from_disk", body).status_code == 400

@@ -42,7 +42,7 @@ time.sleep(60)
 
 @pytest.fixture
 def parent() -> Iterator[Any]:
-    """A function that starts a command as the child of a process, which it returns."""
+    """A function that starts a process with a command as its child, and returns the process."""
     started: list[subprocess.Popen] = []
 
     def start(*command: str) -> subprocess.Popen:
@@ -73,7 +73,7 @@ def test_a_server_serves_long_bodies_and_ends_with_its_parent(parent: Any) -> No
 
 
 def test_a_server_whose_parent_is_gone_already_ends() -> None:
-    """The parent was killed while its child still imported."""
+    """The parent was killed while its child was still importing."""
     variables = os.environ | {"POCKET_AREAL_PARENT": "0"}
     subprocess.run([sys.executable, "-c", SERVER], cwd=ROOT, env=variables, timeout=100, check=True)
 

@@ -29,8 +29,8 @@ A, B = "http://a", "http://b"
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8))
 def test_groups_are_spread_evenly(first: int, groups: int, count: int):
-    """Of consecutive groups, no server gets two more than another. The order in which a process
-    lists the servers does not matter."""
+    """Of consecutive groups, no server gets two more than another server. The order in which a
+    process lists the servers does not matter."""
     servers = [f"http://s{k}" for k in range(count)]
     keys = [str(n) for n in range(first, first + groups)]
     counts = Counter(rank_servers(servers, key)[0] for key in keys)
@@ -56,7 +56,7 @@ def test_an_answer_from_before_an_update_is_no_restart() -> None:
 
 
 def test_failing_servers_are_all_named() -> None:
-    """A call to all servers waits for every answer; its one error names each that failed."""
+    """A call to all servers waits for every answer; its one error names each server that failed."""
 
     def serve(request: httpx.Request) -> httpx.Response:
         if request.url.host == "a":

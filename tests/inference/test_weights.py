@@ -140,8 +140,8 @@ def test_files_are_written_in_the_dtype_of_the_passes_before_the_pause(
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
     """Weights are sent and saved under the names of the checkpoint files, although transformers
-    renames and fuses some of them in memory. Buckets hold each once, and at most one weight more
-    than the limit."""
+    renames and fuses some of them in memory. Buckets hold each weight once, and exceed the limit by
+    at most one weight."""
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
     engine = FSDPEngine(PPOActorConfig(), path)
@@ -176,7 +176,7 @@ class Meeting:
         self.asked: list[str] = []
 
     def enter(self, name: str) -> None:
-        if self.barrier.wait() == 0:  # in exactly one of the two threads
+        if self.barrier.wait() == 0:  # true in exactly one of the two threads
             self.done.append(name)
 
     # The trainer's side
@@ -221,7 +221,7 @@ def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest
 
 
 def test_a_server_that_refuses_the_group_is_named(monkeypatch: pytest.MonkeyPatch):
-    """The error has the server's words. It is not a time-out of the trainer."""
+    """The error has the server's words, and is not a timeout of the trainer."""
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         if path == "/init_weights_update_group":

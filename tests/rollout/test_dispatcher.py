@@ -118,7 +118,7 @@ def background() -> Iterator[Callable[..., Future]]:
 
 
 def test_results_come_in_order_of_start_and_a_straggler_holds_up_its_batch(make_stage):
-    """A batch is the next groups in order of start, whichever finish first."""
+    """A batch consists of the next groups in order of start, whichever finish first."""
     stage = make_stage(eta=1, batch=2)
     stage.submit(10, 11, 12, 13)
     assert stage.started(4) == [10, 11, 12, 13]
@@ -159,7 +159,7 @@ def test_a_new_version_alone_wakes_producer_and_trainer(make_stage, background):
 
 
 def test_pause_starts_nothing_and_resume_goes_on(make_stage):
-    """While paused, running groups finish and can be taken, and none starts."""
+    """During a pause, running groups finish and can be taken, but none starts."""
     stage = make_stage(batch=2)
     stage.submit(0)
     stage.started(1)

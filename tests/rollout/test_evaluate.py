@@ -19,7 +19,7 @@ def test_an_evaluation_without_a_reward_has_none() -> None:
 
 
 def test_pass_at_k_is_the_share_of_k_answers_with_a_right_one() -> None:
-    """Over all choices of k from six answers, two of which are right."""
+    """The share is over all choices of k from six answers, two of which are right."""
     for k in range(1, 7):
         chosen = [*combinations([1, 1, 0, 0, 0, 0], k)]
         assert pass_at(k, 6, 2) == pytest.approx(sum(map(max, chosen)) / len(chosen))
@@ -37,7 +37,7 @@ def test_several_episodes_of_a_prompt() -> None:
 
 
 def test_a_workflow_is_evaluated_with_another_sampling(tiny_model_dir: Path) -> None:
-    """Training and evaluation have instances of their own. eval_gconfig lies over gconfig."""
+    """Training and evaluation have instances of their own. eval_gconfig overrides gconfig."""
     words = ["--config", "maze", f"model_path={tiny_model_dir}", "evaluator.interval=1"]
     words += ["callbacks=[]", "gconfig.temperature=0.9", "eval_gconfig.greedy=true"]
     config, _ = load([*words, "eval_gconfig.top_k=3"])

@@ -136,7 +136,7 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 
 def test_a_dataloader_has_samples_and_the_batch_that_the_gate_counts(make: Make) -> None:
-    """A dataloader of another batch size is an error. So is an empty one, in which the executor
+    """A dataloader of another batch size is an error. So are an empty one, in which the executor
     would search for a sample for ever, and a second call after an error."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
@@ -228,8 +228,7 @@ class OneIsSlow(Echo):
 
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
-    """With mask, the old tokens of the slow group are left out of the loss. With drop, the group is
-    dropped."""
+    """`mask` leaves the slow group's old tokens out of the loss, and `drop` discards the group."""
     executor = make(config={"stale": stale}, eta=1)
     data, slow = loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:

@@ -38,7 +38,8 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
-    """run_agent(agent, *samples, **openai) runs a group per sample; returns them and the counts."""
+    """run_agent(agent, *samples, **openai) runs a group per sample; it returns groups and
+    counts."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
     engine.proxy = proxy
@@ -274,7 +275,7 @@ def test_destroy_ends_agents_that_run(
 
 
 async def test_only_the_call_that_died_fails() -> None:
-    """The others, also those that waited for a process, return."""
+    """The others return, even those that waited for a process."""
 
     async def use(pool: WorkerPool, function: Callable, *args: Any) -> Any:
         async with pool.worker() as call:

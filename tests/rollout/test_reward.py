@@ -141,7 +141,7 @@ async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
 
 
 async def test_a_daemon_of_a_dead_worker_is_not_waited_for(rewards: Any, tmp_path: Path) -> None:
-    """It has left the worker's process group, so it is still there."""
+    """The daemon has left the worker's process group, so it is still there."""
     with pytest.raises(RuntimeError, match="ended with code 3"):
         await AsyncRewardWrapper(rewards.leaves)(tmp_path / "pid")
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)

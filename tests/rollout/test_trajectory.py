@@ -28,8 +28,8 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """The example of AReaL's page "Rollout Workflow". There the prompt has version 0. In this
-    project it has -1."""
+    """The example of AReaL's page "Rollout Workflow". There the prompt has version 0, in this
+    project -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -110,7 +110,8 @@ def test_the_age_of_a_group_is_that_of_its_trained_tokens() -> None:
 
 
 def test_old_tokens_leave_the_loss_and_are_counted() -> None:
-    """`without_older` changes loss_mask and masked alone; None if nothing is left to train."""
+    """`without_older` changes only loss_mask and masked; it returns None if nothing is left to
+    train."""
     traj = complete(two_turns(), task_id=0)
     young = without_older(traj, 5)
     assert young is not None

@@ -105,7 +105,8 @@ def run_until(folder: Path, line: str, *words: str) -> None:
 
 
 def check_lineage(folder: Path, batch: int, eta: int) -> None:
-    """Each step once, each group in exactly one step, none skipped, none too old."""
+    """Check that each step is there once, and each group in exactly one step, none skipped or too
+    old."""
     metrics, trained = metrics_of(folder), []
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     for line in metrics:
@@ -155,8 +156,8 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
 def test_running_servers_get_the_weights_of_the_next_run(
     tmp_path: Path, start_tiny_server, left: str
 ) -> None:
-    """Servers that outlive their run may be paused and have other weights; step 1 trains on tokens
-    of version 0 all the same."""
+    """Servers that outlive their run may be paused and have other weights, but step 1 still trains
+    on tokens of version 0."""
     from tasks import guess
 
     guess.make_model(tmp_path / "base", 1)

@@ -120,8 +120,7 @@ def test_recipes_are_found_by_name() -> None:
 
 
 def test_aliases_of_the_documents() -> None:
-    """The documents' names set our keys, and two names of one number set both: the later source
-    wins."""
+    """The documents' names set our keys. Of two names for one number, the later source wins."""
     words = ["model=m", "eval_interval=3", "rollout.fileroot=r", "actor.recompute_logprobs=false"]
     config = config_of(*words)
     names = ("model_path", "evaluator.interval", "fileroot", "actor.recompute_logprob")

@@ -73,7 +73,7 @@ def test_a_child_reaches_this_machine_without_the_http_proxy(child_of: Start, mo
 
 
 def test_a_process_that_ends_early_is_told(child_of: Start) -> None:
-    """The error has the exit code and the last lines of the process, also if the process ends while
+    """The error has the exit code and the last lines of the process, even if the process ends while
     the run watches it."""
     child, deaths = child_of("print('no memory'); raise SystemExit(3)"), Queue[ProcessDied]()
     with pytest.raises(ProcessDied, match="server-0 ended with code 3"):

@@ -14,8 +14,8 @@ from runs import SMALL_GUESS, command, finish
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="tests/leftovers.py reads /proc")
 def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Two steps of the demo in mode subproc: also the agents' processes and the files of the
-    weights are gone."""
+    """After two steps of the demo in mode subproc, even the agents' processes and the weight files
+    are gone."""
     (folder := tmp_path / "tmp").mkdir()
     words = [*SMALL_GUESS, "train_dataset.batch_size=2", "max_steps=2"]
     words += [f"weight_update.path={folder / 'weights'}", "rollout.openai.mode=subproc"]

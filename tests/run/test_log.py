@@ -1,4 +1,4 @@
-"""metrics.jsonl has one line per step, also after a restart."""
+"""metrics.jsonl has one line per step, even after a restart."""
 
 import json
 from pathlib import Path

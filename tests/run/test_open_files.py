@@ -23,7 +23,7 @@ REQUESTS, SESSIONS = 2000, 80
 
 @pytest.fixture
 def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
-    """The URLs of a small server and of its proxy, which begin with 1,024 open files."""
+    """The URLs of a small server and of its proxy, which start with a limit of 1,024 open files."""
     limited = ["bash", "-c", 'ulimit -Sn 1024; exec "$@"', "bash", sys.executable, "-m"]
     model = ["--model-path", str(tiny_model_dir)]
     with server_process(*limited, "inference.tiny.server", *model) as (server, _):

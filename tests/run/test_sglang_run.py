@@ -1,8 +1,8 @@
 """Runs that train on a CPU with the real SGLang as their server (`make test-sglang`).
 
 The task is the maze, whose answers are long enough to be interrupted by updates. SGLang computes in
-bfloat16 and the trainer in float32, so their log-probabilities differ: by at most 0.07 nats in
-200,000 tokens that were measured.
+bfloat16 and the trainer in float32, so their log-probabilities differ, by at most 0.07 nats in
+200,000 measured tokens.
 """
 
 import os
@@ -144,7 +144,8 @@ print("CUMEM", os.environ["NCCL_CUMEM_ENABLE"])
 def test_sglang_configures_nccl_like_the_trainer(
     model_dir: Path, inherited: dict[str, str], value: str
 ) -> None:
-    """Unset, both set NCCL_CUMEM_ENABLE to 0; with different values, their group may hang."""
+    """If NCCL_CUMEM_ENABLE is unset, both set it to 0; with different values, their group may
+    hang."""
     here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
     here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
     words = [SGLANG, "-c", ENVIRONMENT, str(model_dir)]

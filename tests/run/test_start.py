@@ -34,7 +34,7 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path, claim: Callable[..., Run]) -> None:
-    """A second process with the same folder is refused, also one that an agent has forked."""
+    """A second process with the same folder is refused, even one that an agent has forked."""
     claim()
     if not (child := os.fork()):
         try:
@@ -74,8 +74,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run])
 
 
 def test_a_run_that_was_started_with_sigchld_ignored() -> None:
-    """Some shells and services start their programs so. A run sees the exit codes of its children
-    all the same."""
+    """Some shells and services start programs like this. A run still sees its children's exit
+    codes."""
     code = "import signal, subprocess, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
     code += "from run.start import begin; child = sys.executable, '-c', 'exit(3)'\n"
     code += "sys.exit(begin([], lambda *_, **__: subprocess.run(child)).returncode)"
@@ -91,7 +91,8 @@ def test_a_run_that_was_started_with_sigchld_ignored() -> None:
     ],
 )
 def test_help_and_mistakes_need_no_torch(tmp_path: Path, words: list, code: int, says: str) -> None:
-    """Help and errors are printed in half a second. With the import of torch it would take five."""
+    """Help and errors are printed in half a second. With the import of torch it would take five
+    seconds."""
     python = [sys.executable, "-X", "importtime", "train.py"]
     done = finish([*python, *words, f"fileroot={tmp_path}"], code)
     assert (done.stdout if code == 0 else done.stderr.splitlines()[-1]).startswith(says)
@@ -109,7 +110,7 @@ FORKS = ["workflow=sick_agents.ForkingAgent"]
 @pytest.mark.parametrize("words", [[], pytest.param(SUBPROC, marks=pytest.mark.runs)])
 def test_ctrl_c(tmp_path: Path, words: list[str]) -> None:
     """Ctrl-C ends a run at once, with exit code 130 and the command that goes on; no process is
-    left, also none of the agents' processes."""
+    left, not even an agent's."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
     assert {"inference.tiny.server", "proxy"} <= set(pids)
     assert len([name for name in pids if "workers.serve" in name]) in ((1, 2) if words else (0,))
@@ -179,7 +180,7 @@ def test_an_agent_that_never_works_ends_the_run(tmp_path: Path, agent: str, reas
 
 @pytest.mark.runs
 def test_the_core_runs_without_extras(tmp_path: Path) -> None:
-    """The demo trains with extras/ made unimportable."""
+    """The demo trains even if extras/ cannot be imported."""
     code = "import sys, runpy; sys.modules['extras'] = None; sys.argv = sys.argv[1:];"
     code += "runpy.run_path('train.py', run_name='__main__')"
     _, _, *script = command(tmp_path, *SMALL_GUESS, "max_steps=2", "callbacks=[]")

@@ -4,7 +4,7 @@ With attention by torch_native and sampling by pytorch, SGLang computes with tor
 then it imports three packages that have no build for a plain CPU: torchvision (for vision models),
 triton (it declares kernels, and launches none) and sgl_kernel (with SGLANG_USE_CPU_ENGINE=1 it
 calls none). An import hook replaces each by a stand-in, in which every name exists: a capitalised
-one is a class, any other a decorator that returns its function. A call of sgl_kernel is an error,
+name is a class, any other a decorator that returns its function. A call of sgl_kernel is an error,
 and never a wrong result. The hook is set at the top level, because each worker of SGLang is a
 spawned process that imports this module.
 """

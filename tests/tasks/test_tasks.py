@@ -53,7 +53,7 @@ async def play(agent: Any, data: dict, harness: Any) -> tuple[float, list[list[d
 def test_base_model_is_deterministic_and_an_ordinary_one(models: dict, task) -> None:
     """The same seed gives the same base model, and different seeds give different base models.
     Making a model does not change the state of the caller's random generator. The Auto classes of
-    transformers load it, and the model and the tokenizer have the same end token."""
+    transformers load the model, and model and tokenizer have the same end token."""
     state = torch.random.get_rng_state()
     paths = [models[task, *key] for key in ((1, 0), (1, 1), (2, 0))]
     made = [AutoModelForCausalLM.from_pretrained(path) for path in paths]
@@ -182,8 +182,8 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. The shortest ways home have 1 to 108 moves. The shortest ways home
-    have between 50 and 60 moves on average."""
+    """The maze has 286 prompts. The shortest ways home have 1 to 108 moves, and on average between
+    50 and 60."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
@@ -225,7 +225,7 @@ def test_spl() -> None:
 
 def test_drunkard_comes_home_sometimes() -> None:
     """The drunk, whom the maze's base model imitates, never goes through a wall. About a quarter of
-    the drunk's walks end at home."""
+    these walks end at home."""
     rng, rewards = random.Random(0), []
     for sample in 3 * maze.dataset():
         start, home = sample["start"], sample["home"]

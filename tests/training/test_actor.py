@@ -195,7 +195,7 @@ def test_the_gradient_is_the_plain_models(make_actor, plain, changes):
 
 
 def test_each_epoch_knows_how_much_of_the_step_is_done(make_actor):
-    """step_fraction is that of the last pass over the row."""
+    """A row's step_fraction is that of the last pass over it."""
     actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2)
     actor.ppo_update(batch := prepare(actor, make_batch()))
     assert sorted(batch["step_fraction"].tolist()) == pytest.approx([4 / 6] * 4 + [5 / 6] * 4)
@@ -226,7 +226,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights(make_actor):
 
 
 def test_a_batch_without_a_trained_token_is_an_error(make_actor):
-    """A mini-batch without a trained token is skipped."""
+    """A mere mini-batch without a trained token is skipped."""
     actor = make_actor(ppo_n_minibatches=4)
     batch = prepare(actor, make_batch())
     batch["loss_mask"][2:] = 0
@@ -357,7 +357,7 @@ def test_losses_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, lo
 
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
-    """VCPO: rate and change of the weights are (ESS / M)^power times as large; ESS is
+    """With VCPO, rate and change of the weights are (ESS / M)^power times as large, where ESS is
     (sum w)^2 / sum w^2."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
@@ -382,7 +382,7 @@ def test_a_small_effective_sample_makes_a_small_step(make_actor):
 
 
 def test_the_learning_rate_schedule():
-    """A linear warm-up, then constant, or down to a tenth of the peak."""
+    """The rate warms up linearly, then stays constant or falls to a tenth of its peak."""
     table = {
         "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
         "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],
@@ -393,7 +393,7 @@ def test_the_learning_rate_schedule():
 
 
 def test_schedules_move_once_a_training_step(make_actor):
-    """Mini-batches and epochs do not advance them, only step_lr_scheduler does."""
+    """Only step_lr_scheduler advances them, not mini-batches and epochs."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
@@ -404,7 +404,7 @@ def test_schedules_move_once_a_training_step(make_actor):
 
 
 def test_norms_and_biases_do_not_decay(make_actor):
-    """Without a gradient, decay shrinks matrices by lr * weight_decay, and no vector."""
+    """Without a gradient, decay shrinks matrices by lr * weight_decay, but no vector."""
     actor = make_actor(optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5))
     batch = prepare(actor, make_batch())
     batch["advantages"].zero_()
@@ -459,8 +459,8 @@ def test_gradients_are_clipped_to_their_norm(make_actor, limit):
 def test_the_layers_that_learn_get_the_gradients_that_they_always_get(
     make_actor, tmp_path, family, tied
 ):
-    """What is frozen has no gradient, no state in the optimizer, and keeps every bit. Its layers
-    run once for a piece, in the pass for pi_prox."""
+    """What is frozen has no gradient and no optimizer state, and keeps every bit. Frozen layers run
+    once for a piece, in the pass for pi_prox."""
     path = make_family(tmp_path, family, tie_word_embeddings=tied)
     whole, part = make_actor(path), make_actor(path, frozen_layers=1)
     before, ran = parameters(part), []

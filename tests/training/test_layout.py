@@ -43,7 +43,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scaling: float) 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU's kernel takes no float32")
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_one_kernel_computes_what_the_rows_alone_give(calls: list[int], groups: int) -> None:
-    """Output and gradients are the same, also where heads share keys."""
+    """Output and gradients are the same, even where heads share keys."""
     [piece] = cut_trees(make_batch((3, 1, 7)) | {"row": torch.arange(3)}, 100, shares=False)
     g = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 11, heads, 16, generator=g) for heads in (4, groups, groups)]
@@ -63,7 +63,8 @@ def test_one_kernel_computes_what_the_rows_alone_give(calls: list[int], groups: 
 
 
 def test_an_actor_trains_through_the_kernel(calls: list[int], make_actor: Any) -> None:
-    """Packed and padded rows agree up to the rounding of bfloat16, and only packed rows call it."""
+    """Packed and padded rows agree up to the rounding of bfloat16, and only packed rows call the
+    kernel."""
     dtype = "bfloat16" if DEVICE == "cuda" else "float32"  # what the kernel takes
     found, keys = [], {"dtype": dtype, "mb_tokens": 40, "gradient_checkpointing": True}
     for name in ("padded", "packed"):

@@ -9,7 +9,8 @@ from training.logprobs import CHUNK_ELEMENTS, chunk_logits, token_logprobs
 
 
 def make(n=13, width=8, vocabulary=29, seed=0):
-    """hidden (n, width), weight (vocabulary, width), ids and temperatures (n,), one of them 0."""
+    """hidden (n, width), weight (vocabulary, width), ids (n,), and temperatures (n,), of which one
+    is 0."""
     g = torch.Generator().manual_seed(seed)
     hidden = (2 * torch.randn(n, width, generator=g)).requires_grad_()
     weight = torch.randn(vocabulary, width, generator=g).requires_grad_()
@@ -56,7 +57,7 @@ def test_no_tokens_are_no_gradient():
 
 
 def test_half_precision_weights_get_gradients_of_their_type():
-    """log p is float32, the gradient of a bfloat16 weight bfloat16."""
+    """log p is float32, and the gradient of a bfloat16 weight is bfloat16."""
     hidden, weight, ids, temperatures = make()
     expected = plain(hidden, weight, ids, temperatures)[0].float()
     halves = (x.detach().to(DEVICE, torch.bfloat16) for x in (hidden, weight))
@@ -80,7 +81,7 @@ def test_a_gpu_computes_float32_logits(device, logits):
 
 
 def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
-    """A chunk of a GPU is eight times as large as one of a CPU."""
+    """A GPU's chunk is eight times as large as a CPU's."""
     assert CHUNK_ELEMENTS["cuda"] == 8 * CHUNK_ELEMENTS["cpu"]
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 29)
     with Products() as products:

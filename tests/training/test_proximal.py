@@ -17,7 +17,7 @@ def test_alpha_is_where_the_version_lies():
 
 
 def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
-    """alpha is 0, so log pi_prox is log pi_behav, and every weight 1."""
+    """alpha is 0, so log pi_prox is log pi_behav, and every weight is 1."""
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(40, generator=g)
     theta, A = old + 0.3 * torch.randn(40, generator=g), torch.randn(40, generator=g)
@@ -28,14 +28,15 @@ def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
 
 
 def policy(version: float) -> torch.Tensor:
-    """Log-probabilities (400,) of a version. They are quadratic in it, so no line is exact."""
+    """Log-probabilities (400,) of a version. They are quadratic in the version, so no line is
+    exact."""
     g = torch.Generator().manual_seed(1)
     way = torch.randn(400, generator=g)
     return -2 + 0.05 * version * way + 0.01 * version**2 * torch.randn(400, generator=g)
 
 
 def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
-    """At lag 0 there is none."""
+    """At lag 0 there is no error."""
     v, f = 9, 0.5
     theta, truth = policy(v + f), policy(v)
     errors = []

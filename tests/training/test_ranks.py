@@ -1,5 +1,5 @@
 """Several ranks compute what one rank computes, and send a model that no rank holds as a whole. If
-one rank dies, all end.
+one rank dies, all ranks end.
 
 torchrun starts them with gloo on this machine.
 """
@@ -201,7 +201,7 @@ CASES = [(4, "work_numbers", False), (2, "work_frozen", True)]
 def test_ranks_share_a_model_and_compute_what_one_computes(
     tmp_path: Path, n: int, program: str, tied: bool
 ) -> None:
-    """Log-probabilities, gradients, parameters and metrics are those of one rank, also with trees
+    """Log-probabilities, gradients, parameters and metrics are those of one rank, even with trees
     and frozen layers. Each number of a parameter is held by exactly one rank."""
     model_dir, found = make_byte_model(tmp_path / "model", tied=tied), []
     for world in (1, n):
@@ -225,7 +225,7 @@ def test_ranks_share_a_model_and_compute_what_one_computes(
 
 @pytest.mark.runs
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """The step after it gives the same weights."""
+    """The next step gives the same weights."""
     for n in (2, 1):
         run_ranks(n, "work_checkpoint", tiny_model_dir, tmp_path)
     two, one = (load_file(tmp_path / f"after{n}.safetensors") for n in (2, 1))

@@ -28,7 +28,7 @@ ON_A_CPU = {
 
 
 def test_the_table_on_the_page() -> None:
-    """docs/gpu.md says what it computes for the recipe gsm8k on one H100."""
+    """docs/gpu.md has the numbers that it computes for the recipe gsm8k on one H100."""
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()

@@ -1,4 +1,4 @@
-"""A tree trains as its rows do one by one, and computes fewer tokens."""
+"""A tree trains like its rows one by one, but computes fewer tokens."""
 
 import random
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_small_things_share_a_tree() -> None:
 
 
 def test_a_row_that_is_too_long_is_a_tree_of_its_own() -> None:
-    """As in the other layouts, actor.mb_tokens bounds pieces of several rows."""
+    """As in the other layouts, actor.mb_tokens bounds only pieces of several rows."""
     assert [tree.rows for tree in build_trees([[1, 2], [3, 4], [*range(9)]], 4)] == [[2], [0, 1]]
 
 
@@ -181,7 +181,7 @@ KINDS |= {"random": make_rows(0, 12), "of many blocks": make_rows(3, 10, longest
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_trains_as_its_rows_do(make_actor: Any, tmp_path: Path, kind: str) -> None:
     """The losses agree to 1e-6, the gradients to 1e-5 of their norm, and the weights up to
-    rounding, also with gradient checkpointing. The trees of conversations have less than 0.6 of the
+    rounding, even with gradient checkpointing. The trees of conversations have less than 0.6 of the
     tokens of their rows."""
     rows = KINDS[kind]
     tokens = sum(map(size, build_trees(rows, 1024)))

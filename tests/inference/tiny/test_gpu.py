@@ -75,7 +75,7 @@ def test_bfloat16_adds_in_float32(tiny_model_dir: Path, gpu: FakeGPU | None) -> 
 
 def test_what_a_graph_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a replay, a Python number is what it was when the graph was captured. Sending to the GPU,
-    or waiting for it, is an error during a capture. So a step that does this fails in the test
+    or waiting for it, is an error during a capture. So a step that does either fails in the test
     above."""
     with FakeGPU(monkeypatch):
         graphs, x, factor = Graphs(), torch.ones(3), [2.0]

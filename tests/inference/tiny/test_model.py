@@ -126,7 +126,7 @@ def test_attention_in_bfloat16_ignores_keys_beyond_n_keys() -> None:
 
 def test_packed_weights_compute_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's order of the weights changes the speed, not the logits. New weights are packed, too.
-    With packed weights, slots have more lengths."""
+    With packed weights, slots can have more lengths."""
     ids = [[*prompt, 3] for prompt in PROMPTS]
     model = Model(str(path), 4, dtype="bfloat16")
     old = model.step(ids, [0] * 3)

@@ -88,7 +88,7 @@ def test_a_step_feeds_a_bounded_number_of_tokens(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of a mask grows with the square of what a step feeds, so a long prompt takes
-    several steps. The logprobs of the output are those of transformers all the same."""
+    several steps. The logprobs of the output are still those of transformers."""
     tiny = Model(str(tiny_model_dir), slots=12)
     fed = record_feeds(tiny, monkeypatch)
     lengths = (3, 40, 300, 500, 1310, 7, 8, 9, 10, 1)
@@ -105,7 +105,7 @@ def test_a_step_feeds_a_bounded_number_of_tokens(
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: Model) -> None:
     """Alone, in a crowd or after a wait in the queue, a seeded request gets the same tokens and
-    bits. If it was aborted, and is sent again with its partial output, it gets the same tokens."""
+    bits. If aborted and sent again with its partial output, it gets the same tokens."""
 
     def ask(before: int, after: int) -> Sequence:
         one = sequence("a", PROMPT, 24, seed=7)
@@ -179,8 +179,8 @@ def test_a_session_does_not_hold_another(tiny_model_dir: Path) -> None:
 
 @pytest.mark.parametrize(("words", "new"), [(20, range(5, 14)), (1, [1])])
 def test_nobody_is_overtaken_for_ever(tiny_model_dir: Path, words: int, new: Any) -> None:
-    """Short sequences keep coming. A sequence that needs a longer slot gets one all the same, and a
-    sequence gets its tokens although each of the others has only one."""
+    """Short sequences keep coming. A sequence that needs a longer slot still gets one, and a
+    sequence still gets its tokens among others of one token each."""
     scheduler = Scheduler(Model(str(tiny_model_dir), slots=6, tokens=2048), "0", str)
     long = sequence("long", PROMPT * words, 4)
     for i in range(400):
@@ -206,7 +206,8 @@ def test_the_cache_is_as_large_as_was_planned(tiny_model_dir: Path) -> None:
 
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
-    """Hashes of seed and position: mean, variance, and no correlation of neighbours."""
+    """Hashes of seed and position have the right mean and variance, and neighbours do not
+    correlate."""
     grid = torch.tensor([[uniform(seed, k) for k in range(300)] for seed in range(300)])
     assert ((grid >= 0) & (grid < 1)).all()
     assert grid.mean().item() == pytest.approx(0.5, abs=0.01)
@@ -350,7 +351,7 @@ def only(tokens: list[int]) -> torch.Tensor:
 @given(st.lists(EVENTS, max_size=40))
 def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> None:
     """In any order of events, spans cover the tokens, and each slot holds the keys that the
-    scheduler believes."""
+    scheduler believes to be there."""
     play = Play()
     for event in (*events, ("continue",), *[("step",)] * 150, ("update",), *[("step",)] * 600):
         play.do(event)
