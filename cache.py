@@ -35,7 +35,6 @@ own final reward.
 """
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,25 +42,11 @@ from statistics import fmean
 from typing import Any
 
 from calls.messages import Message, canonical
-from inference.fields import Refusal
+from inference.fields import Refusal, finite
 from inference.io_struct import ModelResponse
 
 # the fields that an export copies
 EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn_id")
-LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
-
-
-def finite(reward: Any, what: str = "reward") -> float:
-    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for NaN, for
-    a number that is too large, and for anything that is not a number."""
-    try:
-        number = math.nan if isinstance(reward, str | bytes) else float(reward)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
-        number = math.nan
-    if abs(number) <= LARGEST_REWARD:
-        return number
-    needed = f"a finite number of at most {LARGEST_REWARD:g} is needed"
-    raise Refusal(f"{what}: {needed}, not {reward!r:.80}")
 
 
 def check_style(style: Any) -> None:
@@ -144,21 +129,13 @@ class InteractionWithTokenLogpReward:
         return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}
 
     def export(self) -> dict[str, Any]:
-        """Return the dict that `read_exported` reads."""
+        """Return the dict from which calls/client.py rebuilds this interaction."""
         return {name: getattr(self, name) for name in EXPORTED} | {
             "tensors": self.to_lists(),
             "parent": self.parent and self.parent.interaction_id,
             "reads": [call.interaction_id for call in self.reads],
             "model_response": vars(self.tokens),
         }
-
-
-def read_exported(exported: dict[str, Any]) -> "InteractionWithTokenLogpReward":
-    """Rebuild an interaction, with its final reward and its row. `exported` has only the ids of the
-    parent and of the calls that were read, so calls/client.py sets `parent` and `reads`."""
-    fields = {name: exported[name] for name in EXPORTED} | {"row": exported["tensors"]}
-    response = ModelResponse(**exported["model_response"])
-    return InteractionWithTokenLogpReward(**fields, model_response=response)
 
 
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
@@ -269,12 +246,6 @@ class InteractionCache(dict[str, Interaction]):
         check_style(style)
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
-
-
-def unread(calls: list[Interaction]) -> list[Interaction]:
-    """Return `calls` without those that another of them has read, directly or indirectly."""
-    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
-    return [x for x in dict.fromkeys(calls) if x not in above]
 
 
 def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:

@@ -118,9 +118,7 @@ class Proxy:
 
     def find(self, session_id: Any) -> Session:
         if session_id not in self.sessions:
-            why = (
-                "unknown, or already exported; put its id into the path, or send it as the API key"
-            )
+            why = "unknown, or already exported; its id goes into the path, or is the API key"
             raise Refusal(f"session_id: {why}", 404)
         return self.sessions[session_id]
 

@@ -121,6 +121,16 @@ def start_trainer(run: Run) -> None:
         run.ref.initialize()
 
 
+def plan_updates(run: Run) -> WeightUpdateMeta:
+    """Say how new weights reach the servers. Their folder is removed when the run ends."""
+    update = run.config.weight_update
+    # Several runs may share update.path, so each gets a folder of its own.
+    name = f"weights-{zlib.crc32(bytes(run.run_dir.absolute()))}"
+    folder = Path(update.path or run.run_dir) / name
+    run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)
+
+
 class PPOTrainer:
     """Train a model as the configuration says: `PPOTrainer(config).train(workflow=...)`."""
 
@@ -156,12 +166,7 @@ class PPOTrainer:
             start_rollout(run)
         start_trainer(run)
         run.wait_until_ready()
-        update = config.weight_update
-        # Several runs may share update.path, so each gets a folder of its own.
-        name = f"weights-{zlib.crc32(bytes(run.run_dir.absolute()))}"
-        folder = Path(update.path or run.run_dir) / name
-        run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        self.meta = WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)
+        self.meta = plan_updates(run)
         run.actor.connect_engine(run.engine, self.meta)
         run.step = load_checkpoint(run.run_dir, run.actor, run.executor)
         if run.step or config.rollout.server_addrs:  # the servers may have other weights

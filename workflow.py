@@ -39,18 +39,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import openai
-import torch
-
 from cache import Interaction
-from calls.client import OpenAIProxyClient, sdk_http
+from calls.client import OpenAIProxyClient, agents_client, proxy_at
 from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
-from inference.servers import Servers
-from inference.wire import KEEPALIVE, PerLoop
 from rollout.reward import AsyncRewardWrapper, pools
-from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
+from rollout.trajectory import (
+    Trajectory,
+    check_trajectory_format,
+    concat_padded_tensors,
+    is_interactions,
+)
 from rollout.workers import run_agent, within
 
 logger = logging.getLogger("pocket_areal.workflow")
@@ -96,20 +96,6 @@ class RolloutWorkflow:
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
         """The older form of `arun_episode`, which may return a tuple (result, ...)."""
         raise NotImplementedError(f"{type(self).__name__} lacks arun_episode(self, engine, data)")
-
-
-def is_interactions(result: Any) -> bool:
-    return isinstance(result, dict) and isinstance(next(iter(result.values()), None), Interaction)
-
-
-def to_tensors(result: Any) -> Trajectory:
-    """Turn each interaction into a row. `parents` holds the index of each row's parent, or -1."""
-    if not is_interactions(result):
-        return result
-    places = {interaction: k for k, interaction in enumerate(result.values())}
-    rows = concat_padded_tensors([interaction.to_tensor_dict() for interaction in places])
-    parents = [places.get(interaction.parent, -1) for interaction in places]
-    return rows | {"parents": torch.tensor(parents, dtype=torch.int32)}
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
@@ -189,6 +175,60 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
 
 @dataclass(eq=False)
+class OpenAIProxyWorkflow(RolloutWorkflow):
+    """Run an agent in a session of the proxy, set its rewards, and export the interactions."""
+
+    agent: Any
+    proxy_addr: str
+    admin_key: str
+    mode: str = "inline"  # or subproc
+    subproc_max_workers: int = 4
+    discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
+    compaction: str = "link"  # or cut
+    export_style: str = "individual"  # a row per turn; or concat (run/config.py), a row per leaf
+    episode_timeout_seconds: float = 3600.0
+    sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
+
+    def __post_init__(self) -> None:
+        # OpenAI's SDK demands a key. Any key will do, because the session's URL names the session.
+        os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        if self.mode == "inline":
+            client = await agents_client.get()
+            return await self._episode(functools.partial(self.agent.run, data, http_client=client))
+        pool = await pools("agents", self.subproc_max_workers).get()
+        async with pool.worker() as call:  # a session starts only when a process is free
+            return await self._episode(functools.partial(call, run_agent, self.agent, data))
+
+    async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
+        context = _context.get()
+        proxy = proxy_at(self.proxy_addr, self.admin_key)
+        client = OpenAIProxyClient(
+            proxy, context.name, sampling=self.sampling, compaction=self.compaction
+        )
+        seconds = self.episode_timeout_seconds
+        words = (
+            f"agent {type(self.agent).__name__} in task {context.name} took longer than"
+            f" {seconds:g} s (rollout.openai.episode_timeout_seconds)"
+        )
+        await client.grant_capacity()
+        async with client:
+            work = run(base_url=client.session_url, api_key=client.api_key)
+            rewards = await within(seconds, work, words)
+            if isinstance(rewards, dict):
+                for interaction_id, reward in rewards.items():
+                    await client.set_reward(interaction_id, reward)
+            elif rewards is not None:
+                await client.set_last_reward(rewards)
+        interactions = await client.export_interactions(self.discount, self.export_style)
+        # rollout/evaluate.py takes the episode's reward from the last row, so side conversations,
+        # which have no reward, come first.
+        side = {key: value for key, value in interactions.items() if value.reward is None}
+        return side | interactions if client.rewarded_count else None
+
+
+@dataclass(eq=False)
 class GroupedRolloutWorkflow(RolloutWorkflow):
     """Run `group_size` episodes of a workflow for one prompt, and merge their results."""
 
@@ -225,73 +265,6 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             return result
         except BaseException as error:
             return error
-
-
-class AgentsClient(openai.DefaultAioHttpClient):
-    """All agents of an event loop share this HTTP client. Its `aclose` does nothing, so no agent
-    can close the client for the others."""
-
-    def __init__(self) -> None:
-        limits = sdk_http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)
-        super().__init__(timeout=None, trust_env=False, limits=limits)
-
-    async def aclose(self) -> None: ...
-
-
-# All episodes that use the same proxy share one client of it.
-proxy_at = functools.cache(Servers)
-_agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
-
-
-@dataclass(eq=False)
-class OpenAIProxyWorkflow(RolloutWorkflow):
-    """Run an agent in a session of the proxy, set its rewards, and export the interactions."""
-
-    agent: Any
-    proxy_addr: str
-    admin_key: str
-    mode: str = "inline"  # or subproc
-    subproc_max_workers: int = 4
-    discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
-    compaction: str = "link"  # or cut
-    export_style: str = "individual"  # a row per turn; or concat (run/config.py), a row per leaf
-    episode_timeout_seconds: float = 3600.0
-    sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
-
-    def __post_init__(self) -> None:
-        # OpenAI's SDK demands a key. Any key will do, because the session's URL names the session.
-        os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        if self.mode == "inline":
-            client = await _agents_client.get()
-            return await self._episode(functools.partial(self.agent.run, data, http_client=client))
-        pool = await pools("agents", self.subproc_max_workers).get()
-        async with pool.worker() as call:  # a session starts only when a process is free
-            return await self._episode(functools.partial(call, run_agent, self.agent, data))
-
-    async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
-        context = _context.get()
-        proxy = proxy_at(self.proxy_addr, self.admin_key)
-        options = {"sampling": self.sampling, "compaction": self.compaction}
-        client = OpenAIProxyClient(proxy, context.name, **options)
-        whose = f"agent {type(self.agent).__name__} in task {context.name}"
-        seconds = self.episode_timeout_seconds
-        words = f"{whose} took longer than {seconds:g} s (rollout.openai.episode_timeout_seconds)"
-        await client.grant_capacity()
-        async with client:
-            work = run(base_url=client.session_url, api_key=client.api_key)
-            rewards = await within(seconds, work, words)
-            if isinstance(rewards, dict):
-                for interaction_id, reward in rewards.items():
-                    await client.set_reward(interaction_id, reward)
-            elif rewards is not None:
-                await client.set_last_reward(rewards)
-        interactions = await client.export_interactions(self.discount, self.export_style)
-        # rollout/evaluate.py takes the episode's reward from the last row, so side conversations,
-        # which have no reward, come first.
-        side = {key: value for key, value in interactions.items() if value.reward is None}
-        return side | interactions if client.rewarded_count else None
 
 
 def resolve_workflow(

@@ -82,7 +82,7 @@ class Cores:
         self.marks: list[dict[str, float]] = []
 
     def on_start(self, run: Any) -> None:
-        self.run, self.pids = run, [child.process.pid for child in run.servers]
+        self.run, self.pids = run, [x.process.pid for x in run.children if x.name != "proxy"]
         for thread in (t for pid in self.pids for t in Path(f"/proc/{pid}/task").iterdir()):
             os.sched_setaffinity(int(thread.name), {int(os.environ["SERVER_CORE"])})
         self.mark()

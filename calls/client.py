@@ -13,19 +13,37 @@ lost connection means that the proxy has ended and its sessions are gone.
 """
 
 import contextlib
+import functools
 import sys
 from typing import Any, Self
 
 import openai
 
-from cache import Interaction, finite, read_exported
-from inference.io_struct import EngineError
-from inference.servers import Servers
+from cache import EXPORTED, Interaction
+from inference.fields import finite
+from inference.io_struct import EngineError, ModelResponse
+from inference.servers import KEEPALIVE, PerLoop, Servers
 
 TIMEOUT = 600.0  # seconds
 
 # The HTTP library that the installed openai SDK uses: httpx, or httpx2 since openai 3.0.
 sdk_http: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__]
+
+
+class AgentsClient(openai.DefaultAioHttpClient):
+    """All agents of an event loop share this HTTP client. Its `aclose` does nothing, so no agent
+    can close the client for the others."""
+
+    def __init__(self) -> None:
+        limits = sdk_http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)
+        super().__init__(timeout=None, trust_env=False, limits=limits)
+
+    async def aclose(self) -> None: ...
+
+
+# All episodes that use the same proxy share one client of it.
+proxy_at = functools.cache(Servers)
+agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
 
 class OpenAIProxyClient:
@@ -73,7 +91,10 @@ class OpenAIProxyClient:
         options = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = await self._post("/export_trajectories", **options)
         exported = answer["interactions"]
-        rows: dict[str, Interaction] = {key: read_exported(exported[key]) for key in exported}
+        rows: dict[str, Interaction] = {}
+        for key, one in exported.items():
+            fields = {name: one[name] for name in EXPORTED} | {"row": one["tensors"]}
+            rows[key] = Interaction(**fields, model_response=ModelResponse(**one["model_response"]))
         for key, row in rows.items():
             row.parent = rows.get(exported[key]["parent"])
             row.reads = [rows[call] for call in exported[key]["reads"] if call in rows]

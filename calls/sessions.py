@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache import Interaction, InteractionCache, ancestors, extend, unread
+from cache import Interaction, InteractionCache, ancestors, extend
 from calls.messages import Message, Refusal
 from inference.io_struct import ModelResponse
 
@@ -136,6 +136,12 @@ class Session:
 def looks_like_side(call: Interaction) -> bool:
     beginning = call.messages[0]["content"][:2000]  # in which a client says what it wants
     return not (call.tools or call.parent) and bool(SIDE.search(beginning))
+
+
+def unread(calls: list[Interaction]) -> list[Interaction]:
+    """Return `calls` without those that another of them has read, directly or indirectly."""
+    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
+    return [x for x in dict.fromkeys(calls) if x not in above]
 
 
 def needle(output: Message) -> str:

@@ -15,8 +15,8 @@ import time
 from itertools import count
 from typing import Any
 
-from cache import finite
 from extras.failures import Failures, logger
+from inference.fields import finite
 from rollout.evaluate import Evaluation, conclude, describe
 from run.config import ConfigError, TrainConfig
 from run.inputs import Inputs, load_inputs

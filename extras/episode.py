@@ -29,8 +29,8 @@ from cache import InteractionWithTokenLogpReward
 from calls.messages import with_texts
 from extras import printable
 from extras.failures import describe
+from inference.process import Child, command
 from run.inputs import fetch
-from run.launch import Child, command
 from workflow import resolve_workflow
 
 

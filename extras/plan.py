@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.serve import free_port
+from inference.process import Child, free_port
 from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig, load
 from run.inputs import base_model_path, fetch
-from run.launch import Child, plan_proxy, plan_servers, visible_gpus
+from run.launch import plan_proxy, plan_servers, visible_gpus
 from training import logprobs
 
 GIB = 2**30

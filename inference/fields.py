@@ -8,14 +8,20 @@ of the expected type or raises Refusal, which the proxy answers with status 400:
     get({}, "stream", bool, False)                      -> False
 
 Some clients cannot read NaN, half a surrogate pair or hundreds of levels of nesting, so such values
-are refused at once.
+are refused at once. The last functions find the Python objects that a configuration names.
 """
 
 import importlib
+import importlib.util
+import math
+import re
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import orjson
 
+LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
 ROOM = 50  # levels of nesting, of orjson's 254, that stay free for the objects around a value
 
 
@@ -70,6 +76,19 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
     return default if value is None else value
 
 
+def finite(reward: Any, what: str = "reward") -> float:
+    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for NaN, for
+    a number that is too large, and for anything that is not a number."""
+    try:
+        number = math.nan if isinstance(reward, str | bytes) else float(reward)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
+        number = math.nan
+    if abs(number) <= LARGEST_REWARD:
+        return number
+    needed = f"a finite number of at most {LARGEST_REWARD:g} is needed"
+    raise Refusal(f"{what}: {needed}, not {reward!r:.80}")
+
+
 def import_name(path: Any) -> Any:
     """Import and return module.name. A `path` that is not a string is returned unchanged. An
     ImportError in the module itself reaches the caller; pkgutil.resolve_name would hide it."""
@@ -77,6 +96,26 @@ def import_name(path: Any) -> Any:
         return path
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def find_source(module: str) -> Path:
+    """Return a module's file without importing the module, because many modules import torch, which
+    takes seconds."""
+    with suppress(ModuleNotFoundError):  # raised if there is no such package
+        spec = importlib.util.find_spec(module)
+        if spec and spec.origin and spec.origin.endswith(".py"):
+            return Path(spec.origin)
+    raise ValueError(f"there is no module {module!r} in Python code; a name is module.name")
+
+
+def check_name(path: str) -> str:
+    module, _, name = path.rpartition(".")
+    if name == "jsonl":
+        if not Path(path).is_file():
+            raise ValueError("there is no such file")
+    elif not re.search(rf"\b{re.escape(name)}\b", find_source(module).read_text()):
+        raise ValueError(f"{module} has no {name}")
+    return path
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:

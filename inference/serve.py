@@ -1,21 +1,14 @@
 """Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default. Without a key, it refuses an address that other machines can reach. With
---exit-with-parent, it ends when its parent's id changes, which it checks every half second. A pipe
-that closes when the parent ends would not do, because children that an agent forks would inherit it
-and keep it open.
+binds 127.0.0.1 by default. Without a key, it refuses an address that other machines can reach.
 """
 
 import gc
 import os
-import resource
 import secrets
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -24,19 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from inference.fields import Refusal, as_object
-
-_given = set[int]()  # ports that free_port has returned
-
-
-def free_port() -> int:
-    """Return a free port from 20000 to 31999, a range that outgoing connections do not use. No port
-    is returned twice, because the process that gets it binds it only later."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            if port not in _given:
-                _given.add(port)
-                return port
+from inference.process import follow_parent, raise_open_files
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
@@ -45,28 +26,6 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     if not key and host not in ("127.0.0.1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     return socket.create_server((host, port), backlog=4096)
-
-
-def raise_open_files() -> None:
-    """Raise the limit on open files for this process and its children. The usual limit of
-    1,024 is too low for 1,000 requests in flight, because the proxy needs two connections for each
-    request: to the agent and to the server."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
-
-
-def follow_parent(act: Callable[[], None]) -> None:
-    """Start a thread that calls `act` when the parent process has ended."""
-    # If the trainer is killed before this line, getppid returns another process's pid, so the
-    # trainer passes its own.
-    parent = int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 
-from inference.serve import follow_parent
+from inference.process import follow_parent
 
 
 def main(words: list[str]) -> int:

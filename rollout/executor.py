@@ -221,7 +221,7 @@ class WorkflowExecutor:
             if result is None:
                 return None
             group = trajectory.complete(
-                workflows.to_tensors(result), task.task_id, version, self.gconfig.temperature
+                trajectory.to_tensors(result), task.task_id, version, self.gconfig.temperature
             )
             oldest, newest = trajectory.version_span(group, trajectory.generated(group))
             if not task.is_eval:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cache import finite
-from inference.wire import PerLoop
+from inference.fields import finite
+from inference.servers import PerLoop
 from rollout.workers import WorkerPool, within
 
 

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cache import Interaction
+
 
 class Key(NamedTuple):
     dims: int  # 2: [B, L], a value per token; 1: [B], a value per row
@@ -153,6 +155,20 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
         else:
             batch[key] = torch.cat(values)
     return batch
+
+
+def is_interactions(result: Any) -> bool:
+    return isinstance(result, dict) and isinstance(next(iter(result.values()), None), Interaction)
+
+
+def to_tensors(result: Any) -> Trajectory:
+    """Turn each interaction into a row. `parents` holds the index of each row's parent, or -1."""
+    if not is_interactions(result):
+        return result
+    places = {interaction: k for k, interaction in enumerate(result.values())}
+    rows = concat_padded_tensors([interaction.to_tensor_dict() for interaction in places])
+    parents = [places.get(interaction.parent, -1) for interaction in places]
+    return rows | {"parents": torch.tensor(parents, dtype=torch.int32)}
 
 
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:

@@ -26,14 +26,14 @@ import os
 import pickle
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from subprocess import PIPE, Popen
 from typing import Any
+
+from inference.process import bypass, follow_parent
 
 CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve({})"
 
@@ -47,13 +47,6 @@ async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
         if limit.expired():
             raise TimeoutError(words) from error
         raise
-
-
-def bypass() -> dict[str, str]:
-    """Return environment variables that keep a child's requests to this machine away from an HTTP
-    proxy."""
-    hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")) + ",127.0.0.1,localhost"
-    return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 class Worker:
@@ -138,14 +131,9 @@ def serve(trainer: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the user's code prints must not look like an answer
 
-    def follow_trainer() -> None:
-        while os.getppid() == trainer:
-            time.sleep(0.5)
-        os.killpg(0, signal.SIGKILL)
-
     # The thread is not a daemon, so if the loop below ends first, the process waits until the
     # thread has killed the processes that agents have left running.
-    threading.Thread(target=follow_trainer).start()
+    follow_parent(lambda: os.killpg(0, signal.SIGKILL), trainer, daemon=False)
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():
             out.write(outcome_of(stream.read(int(size))) + b"\n")

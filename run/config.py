@@ -7,9 +7,7 @@ checks everything, before any process starts.
 
 import argparse
 import difflib
-import importlib.util
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,31 +17,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from inference.fields import check_name
 from inference.io_struct import CHECKED, GenerationHyperparameters
-
-
-def find_source(module: str) -> Path:
-    """Return a module's file without importing the module, because many modules import torch, which
-    takes seconds."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # no such package
-        spec = None
-    origin = spec.origin if spec else None
-    if origin is None or not origin.endswith(".py"):
-        raise ValueError(f"there is no module {module!r} in Python code; a name is module.name")
-    return Path(origin)
-
-
-def check_name(path: str) -> str:
-    module, _, name = path.rpartition(".")
-    if name == "jsonl":
-        if not Path(path).is_file():
-            raise ValueError("there is no such file")
-    elif not re.search(rf"\b{re.escape(name)}\b", find_source(module).read_text()):
-        raise ValueError(f"{module} has no {name}")
-    return path
-
+from inference.process import ROOT
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -309,8 +285,6 @@ class TrainConfig(Keys):
 
 
 # ---- from the command line to a configuration
-
-ROOT = Path(__file__).resolve().parent.parent
 
 ALIASES = {  # other names for keys, from AReaL's documents
     "model": "model_path",

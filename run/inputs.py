@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.fields import import_name
-from run.config import ConfigError, TrainConfig, find_source, one_line
+from inference.fields import find_source, import_name
+from run.config import ConfigError, TrainConfig, one_line
 
 # ---- the model; torch is imported only if a base model must be made
 

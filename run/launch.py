@@ -1,9 +1,7 @@
-"""Start, watch and end the processes of a run: inference servers and the proxy.
+"""Plan the processes of a run: the inference servers and the proxy.
 
-Each process runs in a Unix session of its own, so Ctrl-C reaches only train.py, which then ends the
-processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent. API
-keys are passed in the environment, but SGLang gets its key on the command line, which other users
-can read.
+API keys are passed in the environment, but SGLang gets its key on the command line, which other
+users can read.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. For example,
 if 8 GPUs are given to 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, and the
@@ -14,121 +12,13 @@ If a server or the proxy dies, the run ends at once and prints the last lines of
 
 import json
 import os
-import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import httpx
-
-from inference.serve import free_port
-from rollout.workers import bypass
-from run.config import ROOT, ConfigError, TrainConfig, has_bfloat16
-
-# Variables that a child does not inherit. With torchrun's variables, a child of rank 0 would act as
-# a rank. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools refuse.
-DROPPED = re.compile(
-    r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
-    r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
-)
-
-
-class ProcessDied(RuntimeError):
-    """A process that the run needs has ended. The message has the last lines of its log."""
-
-    is_verdict = True  # the message says everything, so no traceback is printed
-
-
-@dataclass(eq=False)
-class Child:
-    """A process of the run, before and after its start."""
-
-    name: str
-    command: list[str]
-    gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
-    variables: dict[str, str] = field(default_factory=dict)  # besides those of `environment`
-
-    def start(self, log_dir: Path) -> None:
-        """Start the process and return at once."""
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log_dir / f"{self.name}.log"
-        log_dir.mkdir(parents=True, exist_ok=True)
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*self.command, "--port", str(port)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment(self.gpus) | self.variables,
-            )
-
-    def wait_ready(self) -> str:
-        """Wait until the process answers, and return its URL. Raises ProcessDied."""
-        with httpx.Client(timeout=5, trust_env=False) as client:
-            while self.process.poll() is None:
-                with suppress(httpx.TransportError):
-                    if client.get(f"{self.url}/health").is_success:
-                        return self.url
-                time.sleep(0.05)
-        raise self.death()
-
-    def death(self) -> ProcessDied:
-        last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
-        said = f"{self.name} ended with code {self.process.wait()}; the end of {self.log}:"
-        return ProcessDied("\n".join([said, *last]))
-
-    def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
-        """Call `on_death` in a thread when the process has ended."""
-
-        def wait() -> None:
-            self.process.wait()
-            on_death(self.death())
-
-        threading.Thread(target=wait, daemon=True).start()
-
-    def end(self) -> None:
-        """Send SIGTERM to the process. When it has ended, or after 5 s, send SIGKILL to its process
-        group."""
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def environment(gpus: list[str]) -> dict[str, str]:
-    """The environment variables of a child that uses `gpus`."""
-    kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
-    return (
-        kept
-        | bypass()
-        | {
-            "HF_HUB_OFFLINE": "1",
-            "POCKET_AREAL_PARENT": str(os.getpid()),
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # SGLang runs ninja. pip has put it into python's folder, which PATH may lack.
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        }
-    )
-
-
-def command(module: str, *words: Any) -> list[str]:
-    """The command that runs `module` with the arguments `words`."""
-    return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
-
-
-# ---- what to start
+from inference.process import Child, command
+from run.config import ConfigError, TrainConfig, has_bfloat16
 
 
 def visible_gpus() -> list[str]:
@@ -140,6 +30,14 @@ def visible_gpus() -> list[str]:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError):
         return []
+
+
+SGLANG_VARIABLES = {
+    # Compute log-probabilities for 256 tokens at a time, whose logits take less than half a GiB.
+    "SGLANG_LOGPROB_CHUNK_SIZE": "256",
+    # Accept that a GPU shared with a rank has less free memory than the server's other GPUs.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
@@ -187,14 +85,6 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         Child(f"server-{k}", whole, pool[k * size : (k + 1) * size], variables)
         for k in range(server.count)
     ]
-
-
-SGLANG_VARIABLES = {
-    # Compute log-probabilities for 256 tokens at a time, whose logits take less than half a GiB.
-    "SGLANG_LOGPROB_CHUNK_SIZE": "256",
-    # Accept that a GPU shared with a rank has less free memory than the server's other GPUs.
-    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-}
 
 
 def plan_proxy(

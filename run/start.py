@@ -26,10 +26,10 @@ from typing import Any, Self
 import yaml
 
 from inference.fields import import_name
-from inference.serve import raise_open_files
+from inference.process import Child, raise_open_files
 from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load, resolve
 from run.inputs import find_model
-from run.launch import Child, plan_servers, visible_gpus
+from run.launch import plan_servers, visible_gpus
 
 
 def revision() -> str:

@@ -129,9 +129,9 @@ def tiny_tokenizer(tiny_model_dir: Path):
 
 
 def free_port() -> int:
-    from inference import serve
+    from inference import process
 
-    return serve.free_port()
+    return process.free_port()
 
 
 def two_free_ports() -> int:
@@ -192,7 +192,7 @@ def server_process(
 
     The server must answer within `seconds`. Its output goes to `log`, a path that ends with .log.
     """
-    from run.launch import Child
+    from inference.process import Child
 
     with TemporaryDirectory() as folder:
         log = log or Path(folder) / "server.log"

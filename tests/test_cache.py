@@ -163,9 +163,7 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
 
 
 @given(calls, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.booleans())
-def test_discounting_is_its_recursive_definition(
-    session: list[Call], gamma: float, links: bool
-) -> None:
+def test_discounting_is_its_recursion(session: list[Call], gamma: float, links: bool) -> None:
     """R(i) = r(i) + gamma * mean R(c) over the calls c that read i. A call that reads i only by a
     link counts only if it leads to a reward. Without links, a call reads only what it continues or
     names.

@@ -45,6 +45,7 @@ from inference.servers import Servers
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
 from proxy import ProxyAddress
+from rollout import trajectory
 from rollout.dispatcher import DispatchState
 from rollout.evaluate import evaluate
 from rollout.executor import WorkflowExecutor
@@ -61,10 +62,8 @@ from workflow import (
     RLVRWorkflow,
     RolloutWorkflow,
     WorkflowContext,
-    is_interactions,
     resolve_workflow,
     to_row,
-    to_tensors,
     workflow_context,
 )
 
@@ -367,7 +366,7 @@ async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer:
     workflow = stands_for(names["MyWorkflow"], tokenizer=tiny_tokenizer)
     rows = await workflow.arun_episode(real_engine, QUESTION)
     assert [row.reward for row in rows.values()] == [0.5]
-    check_trajectory_format(to_tensors(rows))
+    check_trajectory_format(trajectory.to_tensors(rows))
 
 
 async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
@@ -516,9 +515,7 @@ def custom() -> type:
     return MyWorkflow
 
 
-def test_a_custom_workflow_is_submitted(
-    custom: type, real_engine: RemoteInfEngine, tiny_tokenizer: Any
-):
+def test_a_custom_workflow_runs(custom: type, real_engine: RemoteInfEngine, tiny_tokenizer: Any):
     """`engine.submit` runs the page's workflow as a group. A negative reward rejects it."""
     gate = StalenessManager(real_engine, 9, 9, 0)
     executor = WorkflowExecutor(real_engine, RolloutConfig(), gate, tiny_tokenizer, SHORT)
@@ -565,7 +562,7 @@ async def reward_of_one(*texts: Any, **data: Any) -> float:
 async def test_the_listing_of_groups(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
     """AReaL's GroupedRolloutWorkflow and this project's make equal rows."""
     one = RLVRWorkflow(reward_of_one, GREEDY, tiny_tokenizer)
-    names = {"all_interaction_dicts": lambda results: all(map(is_interactions, results))}
+    names = {"all_interaction_dicts": lambda results: all(map(trajectory.is_interactions, results))}
     listing = execute("grouped", **names, concat_padded_tensors=concat_padded_tensors)
     theirs = stands_for(listing["GroupedRolloutWorkflow"], workflow=one, group_size=2)
     results: list[Any] = [

@@ -29,7 +29,8 @@ from transformers import AutoTokenizer
 
 from cache import extends_parent
 from examples.calculator import conversation, dataset, make_model
-from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
+from rollout.trajectory import is_interactions
+from workflow import WorkflowContext, resolve_workflow, workflow_context
 
 # The frameworks cause warnings about connections that are not closed and about deprecated names.
 NOT_OURS = ["ResourceWarning", "DeprecationWarning", "UserWarning"]
@@ -197,7 +198,7 @@ def test_a_coding_agent_replaces_its_history_by_a_summary(
 
 
 @pytest.mark.parametrize("module", [needs(x) for x in ("openai_sdk", "anthropic_sdk")])
-def test_an_example_in_a_process_of_its_own(
+def test_an_example_in_its_own_process(
     module: str, servers: dict[str, str], model_dir: Path
 ) -> None:
     """An agent also works in mode `subproc`, in which a worker process runs the agent."""

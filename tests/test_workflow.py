@@ -13,7 +13,7 @@ from scripted import ScriptedEngine
 from cache import InteractionWithTokenLogpReward
 from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelResponse
-from rollout.trajectory import complete
+from rollout.trajectory import complete, to_tensors
 from workflow import (
     GroupedRolloutWorkflow,
     MultiTurnWorkflow,
@@ -22,7 +22,6 @@ from workflow import (
     RolloutWorkflow,
     WorkflowContext,
     resolve_workflow,
-    to_tensors,
     workflow_context,
 )
 

@@ -107,9 +107,7 @@ def nested(depth: int, wrap: str) -> bytes:
 @pytest.mark.parametrize("wrap", ["list", "object"])
 @pytest.mark.parametrize("depth", [150, 190, 220, 900, 100_000])
 @pytest.mark.parametrize("field", ["tools", "metadata", "chat_template_kwargs", "content"])
-def test_depth_is_no_danger(
-    tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str
-) -> None:
+def test_depth_is_safe(tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str) -> None:
     """A deeply nested body is served or refused, and from 900 levels on it is always refused."""
     tool = b'[{"type":"function","function":{"name":"f","parameters":{"p":%s}}}]'
     value = {"tools": tool, "chat_template_kwargs": b'{"a":%s}'}.get(field, b"%s")

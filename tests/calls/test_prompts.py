@@ -288,9 +288,7 @@ def test_settings_of_the_tokenizer_do_not_change_a_prompt(
     ("arguments", "call"),
     [("c.function.arguments.a | string", "<call>1"), ("c.function.arguments", '<call>{"a": 1}')],
 )
-def test_calls_are_given_as_a_template_wants_them(
-    tiny_tokenizer: Any, arguments: str, call: str
-) -> None:
+def test_calls_are_given_as_templates_want(tiny_tokenizer: Any, arguments: str, call: str) -> None:
     """A template that refuses arguments as an object gets them as text."""
     calls = "{% for c in m.tool_calls %}{{ '<call>' + " + arguments + " }}{% endfor %}"
     template = HEAD + calls + "{{ m.content }}<|im_end|>\n" + TAIL

@@ -110,9 +110,7 @@ def test_without_tools_nothing_is_a_call() -> None:
         ("required", TOOLS, 'f", "arguments": {"a": 1}}</tool_call>'),
     ],
 )
-def test_a_forced_call_is_begun_for_the_model(
-    begun: str, choice: str, tools: list, written: str
-) -> None:
+def test_a_forced_call_is_begun(begun: str, choice: str, tools: list, written: str) -> None:
     """The prompt ends with the beginning of the call, and the model writes the rest."""
     first = opening(choice, tools, begun)
     assert (begun + first).count("</think>") == bool(begun)

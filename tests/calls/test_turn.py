@@ -16,11 +16,10 @@ import pytest
 from conftest import connections
 from harness import HELLO, Connection, Harness, reply_message, sdk, tool
 
-from calls.client import OpenAIProxyClient, sdk_http
+from calls.client import AgentsClient, OpenAIProxyClient, sdk_http
 from engine import EngineError, RemoteInfEngine
 from inference.servers import Servers
 from proxy import ProxyAddress
-from workflow import AgentsClient
 
 pytestmark = pytest.mark.anyio
 

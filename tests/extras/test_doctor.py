@@ -459,7 +459,7 @@ def test_a_loop_that_gets_on_is_not_blocked(loop: Any, monkeypatch: pytest.Monke
         ("should_accept_fn=sick_agents.accept_once", "rejection"),
     ],
 )
-def test_a_run_that_never_ends_its_first_step_is_stopped(
+def test_a_run_that_hangs_in_its_first_step_is_stopped(
     tmp_path: Path, sick: str, rule: str
 ) -> None:
     """A strict doctor ends the run with the rule's line and code 1."""

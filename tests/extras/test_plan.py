@@ -30,8 +30,9 @@ from extras.plan import (
     print_plan,
     step_bytes,
 )
+from inference.process import Child
 from run.config import ConfigError, TrainConfig, load
-from run.launch import Child, plan_servers
+from run.launch import plan_servers
 from training import logprobs
 from training.actor import FSDPPPOActor
 
@@ -289,9 +290,7 @@ def test_a_name_is_enough_for_a_plan(plan: Plan) -> None:
     assert re.search(r"rank 0 +- +\?\n", text)
 
 
-def test_the_printed_commands_start_servers(
-    tiny_model_dir: Path, plan: Plan, tmp_path: Path
-) -> None:
+def test_printed_commands_start_servers(tiny_model_dir: Path, plan: Plan, tmp_path: Path) -> None:
     """A command can be pasted as it stands, and starts what the run would start."""
     text = plan(recipe(tiny_model_dir, "server.backend=tiny", "server.max_total_tokens=4096"), 0)
     [command] = [line for line in text.splitlines() if "inference.tiny.server" in line]

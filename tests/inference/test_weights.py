@@ -29,9 +29,7 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 # The folder
 
 
-def test_a_checkpoint_is_a_hugging_face_directory(
-    state: dict, tiny_model_dir: Path, tmp_path: Path
-):
+def test_a_checkpoint_is_a_hugging_face_folder(state: dict, tiny_model_dir: Path, tmp_path: Path):
     """`from_pretrained` reads the tensors, names and tokenizer that write_checkpoint wrote."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     changed["lm_head.weight"] = changed["lm_head.weight"].t().contiguous().t()  # another layout

@@ -24,10 +24,11 @@ from runs import assert_gone
 from engine import RemoteInfEngine
 from proxy import ProxyAddress
 from rollout.executor import WorkflowExecutor
+from rollout.trajectory import to_tensors
 from rollout.workers import WorkerPool, within
 from run.config import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat, StalenessManager
-from workflow import WorkflowContext, resolve_workflow, to_tensors, workflow_context
+from workflow import WorkflowContext, resolve_workflow, workflow_context
 
 pytestmark = pytest.mark.anyio
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
@@ -220,7 +221,7 @@ def test_clients_made_without_arguments_find_the_session(
     assert stats == RolloutStat(withdrawn=3)
 
 
-def test_an_episode_that_waits_for_a_process_holds_no_session(
+def test_an_episode_waiting_for_a_process_holds_no_session(
     run_agent: Run, proxy: ProxyAddress
 ) -> None:
     """With one process, one session is open at a time."""
@@ -253,9 +254,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert "Event loop is closed" not in capfd.readouterr().err
 
 
-def test_destroy_ends_agents_that_run(
-    proxy: ProxyAddress, tiny_server: str, tmp_path: Path
-) -> None:
+def test_destroy_ends_running_agents(proxy: ProxyAddress, tiny_server: str, tmp_path: Path) -> None:
     """Every process that they started ends, too."""
     os.mkfifo(fifo := tmp_path / "fifo")
     engine = RemoteInfEngine([tiny_server])

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from runs import wait_gone
 
+from inference.process import Child, ProcessDied
 from run.config import load
-from run.launch import Child, ProcessDied, plan_proxy, plan_servers
+from run.launch import plan_proxy, plan_servers
 
 Start = Callable[..., Child]
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import server_process
 
 from inference.io_struct import EngineError
-from inference.serve import raise_open_files
+from inference.process import raise_open_files
 from inference.servers import Servers
 
 pytestmark = pytest.mark.runs

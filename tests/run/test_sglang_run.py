@@ -101,9 +101,7 @@ def check_three_steps(folder: Path) -> None:
     assert all(line["failed"] == 0 and line["logp_mismatch"] < MISMATCH for line in metrics)
 
 
-def test_two_ranks_of_torchrun_start_sglang(
-    on_cpu: None, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_start_sglang(on_cpu: None, tiny_model_dir: Path, tmp_path: Path) -> None:
     """Rank 0 starts it, and both ranks train."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = command(tmp_path, *recipe(tiny_model_dir), "evaluator.interval=0")
@@ -111,9 +109,7 @@ def test_two_ranks_of_torchrun_start_sglang(
     check_three_steps(tmp_path)
 
 
-def test_the_gsm8k_recipe_starts_its_own_sglang(
-    on_cpu: None, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_gsm8k_recipe_starts_sglang(on_cpu: None, tiny_model_dir: Path, tmp_path: Path) -> None:
     """A plan names its processes and starts none; the run ends all of them."""
     whole = command(tmp_path, *recipe(tiny_model_dir), "evaluator.interval=2")
     plan = finish([sys.executable, "-m", "extras.plan", *whole[3:]]).stdout

@@ -70,7 +70,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mb_tokens", [16384, 40, 21])
-def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(
+def test_compute_logp_is_the_log_softmax_at_a_tokens_temperature(
     make_actor, plain, layout, mb_tokens
 ):
     """Rows in one piece do not see each other, and padding changes nothing."""
@@ -456,7 +456,7 @@ def test_gradients_are_clipped_to_their_norm(make_actor, limit):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen3", True), ("opt", True)])
-def test_the_layers_that_learn_get_the_gradients_that_they_always_get(
+def test_the_layers_that_learn_get_the_gradients_they_always_get(
     make_actor, tmp_path, family, tied
 ):
     """What is frozen has no gradient and no optimizer state, and keeps every bit. Frozen layers run

@@ -42,9 +42,7 @@ def test_the_table_on_the_page() -> None:
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older ones count no grouped heads")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_flops_of_a_step_are_those_that_pytorch_counts(
-    checkpointing: bool, tmp_path: Path
-) -> None:
+def test_the_flops_of_a_step_are_what_pytorch_counts(checkpointing: bool, tmp_path: Path) -> None:
     """compute_logp and ppo_update are counted, with two mini-batches."""
     config = AutoConfig.for_model("qwen3", **SHAPE)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)

@@ -221,9 +221,7 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
     ("change", "kept"),
     [({"temperature": 0.7}, 4), ({"top_k": 2}, 2), ({"top_p": 0.7}, 2), ({"temperature": 0.0}, 1)],
 )
-def test_samples_follow_the_distribution_that_was_asked_for(
-    change: dict[str, Any], kept: int
-) -> None:
+def test_samples_follow_the_distribution_asked_for(change: dict[str, Any], kept: int) -> None:
     """Over many seeds, the tokens follow softmax(logits / T) after top_k and top_p. The
     log-probabilities are those before top_k and top_p."""
     logits, n = torch.tensor([2.0, 1.0, 0.0, -1.0]), 4000

@@ -1,0 +1,162 @@
+"""Start, watch and end processes that end with this one.
+
+Each process runs in a Unix session of its own, so Ctrl-C reaches only train.py, which then ends the
+processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent: it
+checks every half second whether its parent's id has changed. A pipe that closes when the parent
+ends would not do, because children that an agent forks would inherit it and keep it open.
+"""
+
+import os
+import re
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# Variables that a child does not inherit. With torchrun's variables, a child of rank 0 would act as
+# a rank. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools refuse.
+DROPPED = re.compile(
+    r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
+)
+
+_given = set[int]()  # ports that free_port has returned
+
+
+def free_port() -> int:
+    """Return a free port from 20000 to 31999, a range that outgoing connections do not use. No port
+    is returned twice, because the process that gets it binds it only later."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            if port not in _given:
+                _given.add(port)
+                return port
+
+
+def raise_open_files() -> None:
+    """Raise the limit on open files for this process and its children. The usual limit of
+    1,024 is too low for 1,000 requests in flight, because the proxy needs two connections for each
+    request: to the agent and to the server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
+
+
+def follow_parent(act: Callable[[], None], parent: int = 0, daemon: bool = True) -> None:
+    """Start a thread that calls `act` when the parent process has ended."""
+    # If the trainer is killed before this line, getppid returns another process's pid, so the
+    # trainer passes its own.
+    parent = parent or int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        act()
+
+    threading.Thread(target=watch, daemon=daemon).start()
+
+
+def bypass() -> dict[str, str]:
+    """Return environment variables that keep a child's requests to this machine away from an HTTP
+    proxy."""
+    hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")) + ",127.0.0.1,localhost"
+    return {"NO_PROXY": hosts, "no_proxy": hosts}
+
+
+class ProcessDied(RuntimeError):
+    """A process that the run needs has ended. The message has the last lines of its log."""
+
+    is_verdict = True  # the message says everything, so no traceback is printed
+
+
+@dataclass(eq=False)
+class Child:
+    """A process of the run, before and after its start."""
+
+    name: str
+    command: list[str]
+    gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
+    variables: dict[str, str] = field(default_factory=dict)  # besides those of `environment`
+
+    def start(self, log_dir: Path) -> None:
+        """Start the process and return at once."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log_dir / f"{self.name}.log"
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*self.command, "--port", str(port)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment(self.gpus) | self.variables,
+            )
+
+    def wait_ready(self) -> str:
+        """Wait until the process answers, and return its URL. Raises ProcessDied."""
+        import httpx  # slow to import, and most processes wait for none
+
+        with httpx.Client(timeout=5, trust_env=False) as client:
+            while self.process.poll() is None:
+                with suppress(httpx.TransportError):
+                    if client.get(f"{self.url}/health").is_success:
+                        return self.url
+                time.sleep(0.05)
+        raise self.death()
+
+    def death(self) -> ProcessDied:
+        last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
+        said = f"{self.name} ended with code {self.process.wait()}; the end of {self.log}:"
+        return ProcessDied("\n".join([said, *last]))
+
+    def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
+        """Call `on_death` in a thread when the process has ended."""
+
+        def wait() -> None:
+            self.process.wait()
+            on_death(self.death())
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def end(self) -> None:
+        """Send SIGTERM to the process. When it has ended, or after 5 s, send SIGKILL to its process
+        group."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def environment(gpus: list[str]) -> dict[str, str]:
+    """The environment variables of a child that uses `gpus`."""
+    kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
+    return (
+        kept
+        | bypass()
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "POCKET_AREAL_PARENT": str(os.getpid()),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            # SGLang runs ninja. pip has put it into python's folder, which PATH may lack.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
+    )
+
+
+def command(module: str, *words: Any) -> list[str]:
+    """The command that runs `module` with the arguments `words`."""
+    return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
