@@ -204,8 +204,10 @@ class InteractionCache(dict[str, Interaction]):
         found = next(latest, None) if interaction_id is None else self.get(interaction_id)
         if found is None or not found.complete:
             which = "call" if interaction_id is None else f"call {interaction_id!r}"
-            hint = "did an agent's framework swallow an error?"
-            raise Refusal(f"{what}: no {which} of this session has succeeded ({hint})")
+            raise Refusal(
+                f"{what}: no {which} of this session has succeeded"
+                " (did an agent's framework swallow an error?)"
+            )
         return found
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:

@@ -181,8 +181,11 @@ class RemoteInfEngine:
         fills the context."""
         n, limit = len(req.input_ids), self.context_length
         if n >= limit:
-            message = f"prompt is too long: {n} tokens > {limit} maximum context length"
-            raise EngineError(message, 400, "context_length_exceeded")
+            raise EngineError(
+                f"prompt is too long: {n} tokens > {limit} maximum context length",
+                400,
+                "context_length_exceeded",
+            )
         return min(req.gconfig.max_new_tokens, limit - n)
 
     # ---- control, in the trainer's thread

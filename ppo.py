@@ -136,9 +136,10 @@ def compute_advantages(
     not count towards the mean and std.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
-    rewards = batch["turn_rewards"][trained].double()  # (M,); in float64 equal rewards give A = 0
+    # Sums of float32 numbers are exact in float64, so equal rewards give A = 0.
+    rewards = (batch["turn_rewards"][trained] * reward_scaling).double()  # (M,)
     rows, turn_ids, turn_of = number_turns(batch)
-    R = rewards.new_zeros(len(rows)).scatter(0, turn_of, rewards * reward_scaling)  # (N,)
+    R = rewards.new_zeros(len(rows)).scatter(0, turn_of, rewards)  # (N,)
 
     # A = (R - mean) / std
     A = R

@@ -111,15 +111,18 @@ class Proxy:
         return {"session_id": session.session_id, "api_key": session.session_id}
 
     def start(self, task_id: str, sampling: Json | None = None, links: bool = True) -> Session:
-        name = secrets.token_urlsafe(16)
-        session = Session(name, task_id, sampling or {}, InteractionCache(), links)
+        cache = InteractionCache()
+        session = Session(secrets.token_urlsafe(16), task_id, sampling or {}, cache, links)
         self.sessions[session.session_id] = session
         return session
 
     def find(self, session_id: Any) -> Session:
         if session_id not in self.sessions:
-            why = "unknown, or already exported; its id goes into the path, or is the API key"
-            raise Refusal(f"session_id: {why}", 404)
+            raise Refusal(
+                "session_id: unknown, or already exported; put its id into the path, or send it as"
+                " the API key",
+                404,
+            )
         return self.sessions[session_id]
 
     def session_of(self, request: Request) -> Session:
@@ -195,8 +198,8 @@ class Proxy:
         return ModelRequest(ids, gconfig=gconfig, call=f"{session.task_id}.{turn.number}")
 
     async def models(self, request: Request) -> Response:
-        model = {"id": "default", "object": "model", "created": 0, "owned_by": "pocket-areal"}
-        return reply({"object": "list", "data": [model]})
+        only = {"id": "default", "object": "model", "created": 0, "owned_by": "pocket-areal"}
+        return reply({"object": "list", "data": [only]})
 
     # ---- reward, end and export a session
 

@@ -174,7 +174,8 @@ class PPOTrainer:
         else:
             run.actor.written = 0  # the servers have this model, so pushes omit frozen weights
         if run.rank == 0:
-            run.record()
+            if run.step < run.last_step:  # the record of a finished run stays as it was
+                run.record()
             self.log = Log(run)
             print(f"the run's folder is {run.run_dir}\n{describe_mode(config.actor)}", flush=True)
         run.call("on_start", run)

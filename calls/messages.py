@@ -99,10 +99,11 @@ def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequ
     if system := _text(body.get("system") or body.get("instructions"), "system or instructions"):
         inherited = messages[0]["role"] == "system" and previous
         messages = [{"role": "system", "content": system}, *messages[1 if inherited else 0 :]]
+    form = _schema(_first(body, FORMS) or {})
     return AgentRequest(
         messages,
         model=get(body, "model", str) or "default",
-        sampling=_sampling(body) | _schema(_first(body, FORMS) or {}),
+        sampling=_sampling(body) | ({} if tools else form),  # a grammar would allow no tool call
         tools=tools,
         tool_choice=_tool_choice(body.get("tool_choice"), tools),
         template_kwargs=get(body, "chat_template_kwargs", dict, {}),

@@ -69,8 +69,11 @@ class Session:
         self.check_open()
         self.size += size
         if self.size > MAX_BYTES or self.calls >= MAX_CALLS:
-            most = f"{MAX_CALLS} calls with {MAX_BYTES} bytes"
-            raise Refusal(f"session: it takes at most {most}; end it and start a new one", 413)
+            raise Refusal(
+                f"session: it takes at most {MAX_CALLS} calls with {MAX_BYTES} bytes;"
+                " end it and start a new one",
+                413,
+            )
 
     def end(self) -> None:
         """Refuse new calls, and stop the running ones."""
@@ -112,9 +115,14 @@ class Session:
         the report. So the sub-agent's first call reads the parent.
         """
         parent = call.parent
-        new = call.messages[len(parent.conversation) if parent else 0 :]
+        start = len(parent.conversation) if parent else 0
+        new = call.messages[start:]
         text = squeeze_all(new) if self.links and not looks_like_side(call) else ""
-        found = [x for x, said in self.leaves.items() if x is not parent and stands(said, text)]
+        found = [
+            x
+            for x, said in self.leaves.items()
+            if stands(said, text) and stands(said, text_after_shared(new, x.messages[start:]))
+        ]
         if not (found or named):
             return
         # A call that is read is not a side conversation.
@@ -138,9 +146,17 @@ def looks_like_side(call: Interaction) -> bool:
     return not (call.tools or call.parent) and bool(SIDE.search(beginning))
 
 
+def text_after_shared(new: list[Message], old: list[Message]) -> str:
+    """Return the text of `new` without the messages with which both lists begin. What stood there
+    in a call's own prompt does not show that its answer was read."""
+    while new and old and new[0] == old[0]:
+        new, old = new[1:], old[1:]
+    return squeeze_all(new)
+
+
 def unread(calls: list[Interaction]) -> list[Interaction]:
     """Return `calls` without those that another of them has read, directly or indirectly."""
-    above = ancestors(x for call in calls for x in call.reads) if len(calls) > 1 else ()
+    above = ancestors(x for call in calls for x in call.reads)
     return [x for x in dict.fromkeys(calls) if x not in above]
 
 

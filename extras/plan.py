@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.process import Child, free_port
+from inference.process import Child, free_port, visible_gpus
 from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig, load
 from run.inputs import base_model_path, fetch
-from run.launch import plan_proxy, plan_servers, visible_gpus
+from run.launch import plan_proxy, plan_servers
 from training import logprobs
 
 GIB = 2**30
@@ -385,6 +385,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for this many GPUs")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="the memory of each")
     options, words = parser.parse_known_args(argv)
+    if options.gpus:  # for dtype=auto
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(options.gpus)))
     try:
         return print_plan(load(words)[0], options.gpus, options.gpu_memory)
     except ConfigError as error:

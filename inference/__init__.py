@@ -2,6 +2,5 @@
 
 Read io_struct.py first: it defines a request and its answer. Next, servers.py chooses and checks
 servers, and weights.py sends them new weights. serve.py runs a web application, process.py starts
-and ends processes, fields.py checks JSON from agents and models, and with_parent.py ends SGLang
-when the run ends.
+and ends processes, and fields.py checks JSON from agents and models.
 """

@@ -85,8 +85,9 @@ def finite(reward: Any, what: str = "reward") -> float:
         number = math.nan
     if abs(number) <= LARGEST_REWARD:
         return number
-    needed = f"a finite number of at most {LARGEST_REWARD:g} is needed"
-    raise Refusal(f"{what}: {needed}, not {reward!r:.80}")
+    raise Refusal(
+        f"{what}: a finite number of at most {LARGEST_REWARD:g} is needed, not {reward!r:.80}"
+    )
 
 
 def import_name(path: Any) -> Any:

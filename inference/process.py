@@ -4,6 +4,11 @@ Each process runs in a Unix session of its own, so Ctrl-C reaches only train.py,
 processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent: it
 checks every half second whether its parent's id has changed. A pipe that closes when the parent
 ends would not do, because children that an agent forks would inherit it and keep it open.
+
+SGLang has no option for this, so `python -m inference.process COMMAND ...` runs a command until our
+parent ends. The command gets SIGTERM when our parent is gone, or when we get SIGTERM ourselves.
+After that, our whole process group gets SIGKILL as soon as the command has ended, and at the latest
+after three seconds. So start it in a session of its own, where SIGKILL reaches nobody else.
 """
 
 import os
@@ -66,9 +71,19 @@ def follow_parent(act: Callable[[], None], parent: int = 0, daemon: bool = True)
     threading.Thread(target=watch, daemon=daemon).start()
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that the run may use, as in CUDA_VISIBLE_DEVICES."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in named.split(",") if gpu not in ("", "-1")]
+    try:
+        words = "nvidia-smi", "--query-gpu=index", "--format=csv,noheader"
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True).split()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
 def bypass() -> dict[str, str]:
-    """Return environment variables that keep a child's requests to this machine away from an HTTP
-    proxy."""
+    """Return environment variables that keep requests to this machine away from an HTTP proxy."""
     hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")) + ",127.0.0.1,localhost"
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 
@@ -116,18 +131,14 @@ class Child:
         raise self.death()
 
     def death(self) -> ProcessDied:
-        last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
+        """Wait until the process has ended, and return an error that says how."""
         said = f"{self.name} ended with code {self.process.wait()}; the end of {self.log}:"
+        last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
         return ProcessDied("\n".join([said, *last]))
 
     def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
         """Call `on_death` in a thread when the process has ended."""
-
-        def wait() -> None:
-            self.process.wait()
-            on_death(self.death())
-
-        threading.Thread(target=wait, daemon=True).start()
+        threading.Thread(target=lambda: on_death(self.death()), daemon=True).start()
 
     def end(self) -> None:
         """Send SIGTERM to the process. When it has ended, or after 5 s, send SIGKILL to its process
@@ -142,9 +153,8 @@ class Child:
 
 def environment(gpus: list[str]) -> dict[str, str]:
     """The environment variables of a child that uses `gpus`."""
-    kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
     return (
-        kept
+        {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
         | bypass()
         | {
             "HF_HUB_OFFLINE": "1",
@@ -160,3 +170,25 @@ def environment(gpus: list[str]) -> dict[str, str]:
 def command(module: str, *words: Any) -> list[str]:
     """The command that runs `module` with the arguments `words`."""
     return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
+
+
+def main(words: list[str]) -> int:
+    """Run a command until our parent ends, and return the command's exit code."""
+    child = subprocess.Popen(words)
+    ending = threading.Event()
+
+    def end(*_: object) -> None:
+        ending.set()
+        child.terminate()
+        threading.Timer(3.0, os.killpg, (0, signal.SIGKILL)).start()
+
+    signal.signal(signal.SIGTERM, end)
+    follow_parent(end)
+    code = child.wait()
+    if ending.is_set():
+        os.killpg(0, signal.SIGKILL)  # the command's workers may still be running
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

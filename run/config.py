@@ -9,7 +9,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from inference.fields import check_name
 from inference.io_struct import CHECKED, GenerationHyperparameters
-from inference.process import ROOT
+from inference.process import ROOT, visible_gpus
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -341,15 +341,13 @@ def flatten(value: Any, *path: Any) -> Iterator[Any]:
 
 def merge(settings: dict[str, Any], given: Iterable[Any]) -> None:
     """Put the settings of a recipe or of the command line into the nested `settings`, and replace
-    aliases. Raises ConfigError if a key and its alias have different values."""
-    seen: dict[str, tuple[str, Any]] = {}
+    aliases. Raises ConfigError if a key is given by two names."""
+    names: dict[str, str] = {}  # the name by which each key was given
     for path, value in given:
         name = ".".join(map(str, path))
         key = ALIASES.get(name, name)
-        other, before = seen.get(key, (name, value))
-        if other != name and before != value:
+        if (other := names.setdefault(key, name)) != name:
             raise ConfigError(f"{other} and {name} are one key: give one of them")
-        seen[key] = name, value
         *groups, last = path if key == name else key.split(".")
         group = settings
         for part in groups:
@@ -412,21 +410,19 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
 
 def has_bfloat16() -> bool:
     """Whether this machine multiplies bfloat16 numbers in hardware."""
-    with suppress(OSError):
-        if "bf16" in Path("/proc/cpuinfo").read_text():
-            return True
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    info = Path("/proc/cpuinfo")  # only Linux has it
+    return (info.exists() and "bf16" in info.read_text()) or bool(visible_gpus())
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return a copy of the configuration in which this machine's values replace actor.dtype=auto
-    and threads=0. Raises ConfigError if keys contradict each other."""
+    """Return a copy of the configuration in which this machine's values replace dtype=auto and
+    threads=0. Raises ConfigError if keys contradict each other."""
     config = type(config).model_validate(
         config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps objects in them
     )
-    if config.actor.dtype == "auto":
-        config.actor.dtype = "bfloat16" if has_bfloat16() else "float32"
     for group in (config.server, config.actor):
+        if group.dtype == "auto":
+            group.dtype = "bfloat16" if has_bfloat16() else "float32"
         group.threads = group.threads or max(1, (os.cpu_count() or 1) // 2)
     _ = config.evaluation_gconfig
     if config.server.backend == "tiny" and not config.rollout.server_addrs:

@@ -13,24 +13,11 @@ If a server or the proxy dies, the run ends at once and prints the last lines of
 import json
 import os
 import shlex
-import subprocess
 import sys
 from typing import Any
 
 from inference.process import Child, command
-from run.config import ConfigError, TrainConfig, has_bfloat16
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that the run may use, as in CUDA_VISIBLE_DEVICES."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu for gpu in named.split(",") if gpu not in ("", "-1")]
-    try:
-        words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        return []
-
+from run.config import ConfigError, TrainConfig
 
 SGLANG_VARIABLES = {
     # Compute log-probabilities for 256 tokens at a time, whose logits take less than half a GiB.
@@ -41,9 +28,8 @@ SGLANG_VARIABLES = {
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
-    """The inference servers to start, with their API key. This machine's values replace `auto` in
-    the small server's device and dtype. Raises ConfigError if server.device=cuda and no GPU is
-    visible."""
+    """The inference servers to start, with their API key. If the small server's device is `auto`,
+    it is chosen here. Raises ConfigError if server.device=cuda and no GPU is visible."""
     server = config.server
     size = server.tp_size
     if server.backend == "tiny":
@@ -51,9 +37,6 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
             server.device = "cuda" if gpus else "cpu"
         if server.device == "cuda" and not gpus:
             raise ConfigError("server.device=cuda, but no GPU is visible")
-        if server.dtype == "auto":
-            fast = server.device == "cuda" or has_bfloat16()
-            server.dtype = "bfloat16" if fast else "float32"
         gpus = gpus if server.device == "cuda" else []
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = server.count * size
@@ -78,7 +61,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
         # POCKET_AREAL_SGLANG can name another command that starts SGLang.
         sglang = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
-        start = [sys.executable, "-P", "-m", "inference.with_parent", *shlex.split(sglang)]
+        start = [sys.executable, "-P", "-m", "inference.process", *shlex.split(sglang)]
         whole = [*start, *map(str, words), *server.args]
         variables = SGLANG_VARIABLES
     return [

@@ -38,7 +38,7 @@ class Log:
         """Complete a step's metrics, write them and the batch, and return the metrics."""
         run = self.run
         counts = asdict(run.executor.stats)
-        rewards = batch["rewards"].tolist()
+        rewards = batch["rewards"][batch["side_conversations"] == 0].tolist()
         metrics["success"] = run.inputs.count_successes(rewards) / len(rewards)
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
@@ -50,7 +50,7 @@ class Log:
         words = json.dumps({i: run.inputs.tokenizer.decode([i]) for i in ids})
         save_file({k: v.clone().contiguous() for k, v in batch.items()}, path, {"words": words})
         with self.path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps(metrics, default=lambda scalar: scalar.item()) + "\n")
         run.history.append(metrics)
         if run.prints_steps:
             print(

@@ -26,10 +26,10 @@ from typing import Any, Self
 import yaml
 
 from inference.fields import import_name
-from inference.process import Child, raise_open_files
+from inference.process import Child, bypass, raise_open_files, visible_gpus
 from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load, resolve
 from run.inputs import find_model
-from run.launch import plan_servers, visible_gpus
+from run.launch import plan_servers
 
 
 def revision() -> str:
@@ -56,6 +56,7 @@ class Run:
         """Claim the run's folder, find its model, and start the servers. With `force`, a run
         continues even if it began with other code, seed or data. Raises ConfigError if the run
         cannot start."""
+        os.environ |= bypass()  # agents may use HTTP clients of their own
         self.config = config = resolve(config)
         self.rank = int(os.environ.get("RANK", 0))
         self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
@@ -87,7 +88,7 @@ class Run:
         data = config.train_dataset
         self.origin = (
             f"# revision {revision()}, seed {config.seed}, shuffle {data.shuffle},"
-            f" data {data.path or config.task}"
+            f" data {data.path or config.task}, model {config.model_path or config.task}"
         )
         record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
         if record.is_file() and metrics.exists() and config.mode == "train":
@@ -206,7 +207,7 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
         train(run)
     except SystemExit as error:
         code = error.code
-    except Exception as error:
+    except BaseException as error:  # also CheckpointException of torch
         code = 2 if isinstance(error, ConfigError) else 1
         if hasattr(error, "is_verdict"):
             print(f"error: {error}", file=sys.stderr)

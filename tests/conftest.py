@@ -228,7 +228,7 @@ SGLANG = os.environ.get("POCKET_AREAL_SGLANG", "")
 @contextmanager
 def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
     """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yield its URL."""
-    command = [sys.executable, "-m", "inference.with_parent", SGLANG]
+    command = [sys.executable, "-m", "inference.process", SGLANG]
     command += [str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), *extra]
     try:
         with server_process(*command, log=log, seconds=400) as (url, _):

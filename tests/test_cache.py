@@ -321,10 +321,13 @@ def test_a_report_rewards_the_sub_agent_that_wrote_it(links: bool) -> None:
 
 def test_what_is_no_report() -> None:
     """A request for a title reads no answer, even if it contains one. A short answer is not found
-    inside a word."""
+    inside a word. Samples of one prompt do not read each other, even if it lists their answers."""
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
+    choice, other = [user("Which?\nParis\nRome")], [user("Which?\nRome\nOslo")]
+    calls += turn(choice, "Paris"), turn(choice, "Rome"), turn(choice)
     assert not any(call.reads for call in session_of(*calls).cache.values())
+    assert session_of(turn(choice, "Rome"), turn(other)).cache["1"].reads
 
 
 # ---- parents

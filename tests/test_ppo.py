@@ -277,6 +277,8 @@ def test_rewards_are_scaled():
     assert by_row(batch, reward_scaling=2.0) == [-2.0, 5.0, -3.0]
     scaled = by_row(batch, "group", "group", reward_scaling=2.0)
     assert scaled == pytest.approx(by_row(batch, "group", "group"), abs=1e-4)
+    equal = by_row(single(*[(0, 1.0)] * 3), "none", "group", reward_scaling=0.1)
+    assert equal == pytest.approx([0.1] * 3), "equal returns have no std, even after rounding"
 
 
 def test_nothing_to_train_is_defined():

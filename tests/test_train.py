@@ -116,13 +116,15 @@ def test_what_a_run_writes(guess_run) -> None:
 
 
 @pytest.mark.runs
-def test_an_error_of_the_trainer_is_told(tmp_path: Path) -> None:
-    """Python's exception is printed, and the last line says how to continue the run."""
+@pytest.mark.parametrize("name", ["checkpoints", "recover"])
+def test_an_error_of_the_trainer_is_told(tmp_path: Path, name: str) -> None:
+    """Python's exception is printed, and the last line says how to continue the run, even if torch
+    raises what is no Exception."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
-    (folder / "checkpoints").write_text("in the way")
-    words = [*SMALL_GUESS, "saver.interval=2", "max_steps=50"]
+    (folder / name).write_text("in the way")
+    words = [*SMALL_GUESS, "saver.interval=2", "recover_interval=2", "max_steps=50"]
     done = finish(command(tmp_path, *words), code=1)
     assert "NotADirectoryError" in done.stderr or "FileExistsError" in done.stderr
     assert "to go on from " in done.stderr.splitlines()[-1]
-    assert len(metrics_of(tmp_path)) == 1
+    assert len(metrics_of(tmp_path)) == 1 + (name == "recover")

@@ -17,10 +17,11 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
     oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)  # (B,)
     mixed = (newest > oldest)[mask.any(1)]
     lag = version - versions[mask]  # (M,)
+    rewards = batch["rewards"][batch["side_conversations"] == 0]
     return {
         "rows": len(mask),
-        "reward": batch["rewards"].mean().item(),
-        "reward_std": batch["rewards"].std(correction=0).item(),
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(correction=0).item(),
         "staleness_mean": lag.float().mean().item() if len(lag) else 0.0,
         "staleness_max": float(lag.max()) if len(lag) else 0.0,
         "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),

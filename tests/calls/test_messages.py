@@ -349,9 +349,11 @@ FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     ],
 )
 def test_structured_output_is_one_schema(fields: dict[str, Any], schema: Any) -> None:
-    """The schema keeps its fields in order, because the answer should have that order."""
+    """The schema keeps its fields in order, because the answer should have that order. With tools
+    there is no schema, because a grammar would allow no call."""
     text = json.dumps(schema, separators=(",", ":"))
     assert ask(**fields).sampling == ({} if schema is None else {"json_schema": text})
+    assert ask(**fields, tools=[TOOL]).sampling == {}
 
 
 # What is refused, used or ignored

@@ -143,7 +143,7 @@ def test_memory_of_a_real_step(
 def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
     """Four ranks keep a quarter each, a reference model adds 4 bytes a parameter, and a server
     holds weights, keys and values."""
-    given = recipe(tiny_model_dir, "server.max_total_tokens=5000")
+    given = recipe(tiny_model_dir, "server.max_total_tokens=5000", "server.dtype=float32")
     shape = AutoConfig.from_pretrained(tiny_model_dir)
     n, norms = count_parameters(shape)
     assert n == AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()

@@ -79,9 +79,9 @@ def test_a_server_whose_parent_is_gone_already_ends() -> None:
 
 
 def test_a_command_ends_with_its_parent(parent: Any) -> None:
-    """with_parent ends a command that knows nothing of this, such as SGLang."""
+    """inference/process.py ends a command that knows nothing of this, such as SGLang."""
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    process = parent(sys.executable, "-m", "inference.with_parent", sys.executable, "-c", code)
+    process = parent(sys.executable, "-m", "inference.process", sys.executable, "-c", code)
     child = int(process.stdout.readline())
     process.kill()
     with suppress(ProcessLookupError):
@@ -91,10 +91,10 @@ def test_a_command_ends_with_its_parent(parent: Any) -> None:
 
 @pytest.mark.parametrize("ending", ["exit", "SIGTERM"])
 def test_the_code_of_a_command_comes_back(ending: str) -> None:
-    """with_parent exits with the code of its command. SIGTERM ends the whole process group."""
+    """It exits with the code of its command. SIGTERM ends the whole process group."""
     code = "import sys, time; print(1, flush=True); 'exit' in sys.argv and sys.exit(3);"
     code += "time.sleep(60)"
-    words = [sys.executable, "-m", "inference.with_parent", sys.executable, "-c", code, ending]
+    words = [sys.executable, "-m", "inference.process", sys.executable, "-c", code, ending]
     pipe: Any = {"stdout": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(words, cwd=ROOT, **pipe) as process:
         assert process.stdout is not None

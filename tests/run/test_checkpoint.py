@@ -144,11 +144,12 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
             with (tmp_path / "e/t" / name).open("ab") as file:
                 file.write(b'\xff\n{}\n{"cut')
     flip(max((tmp_path / "e/t/recover").glob("step*/__0_0.distcp")))
-    for _ in range(2):
-        said = finish(command(tmp_path, *SMALL, *words)).stdout
+    for more in ([], ["actor.optimizer.lr=1"]):
+        said = finish(command(tmp_path, *SMALL, *words, *more)).stdout
         check_lineage(tmp_path, batch=3, eta=2)
     assert len(metrics_of(tmp_path)) == 6
     assert not re.search("^step ", said, re.M)
+    assert "lr: 1.0" not in (tmp_path / "e/t/config.yaml").read_text()
 
 
 @pytest.mark.runs

@@ -113,6 +113,7 @@ EIGHT, TINY = list("01234567"), ["server.backend=tiny", "server.device=auto"]
 def test_who_gets_which_gpu(monkeypatch, gpus, ranks, words, expected, told) -> None:
     """Ranks take the first GPUs and servers the last; where there are too few, they share."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(gpus))
     planned = plan_servers(load(["server.backend=sglang", *words])[0], gpus, "-key")
     assert ["".join(server.gpus) for server in planned] == expected
     assert told in " ".join(planned[0].command)

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,9 +34,12 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         run.stack.close()
 
 
-def test_a_folder_belongs_to_one_process(tmp_path: Path, claim: Callable[..., Run]) -> None:
-    """A second process with the same folder is refused, even one that an agent has forked."""
+def test_a_folder_belongs_to_one_process(claim: Callable[..., Run], monkeypatch) -> None:
+    """A second process with the same folder is refused, even one that an agent has forked. The
+    agents' requests to this machine pass no HTTP proxy."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     claim()
+    assert urllib.request.proxy_bypass("127.0.0.1:1")
     if not (child := os.fork()):
         try:
             claim()
@@ -59,6 +63,8 @@ def test_a_run_goes_on_under_its_own_code(tmp_path: Path, claim: Callable[..., R
     for other in ("seed=2", "train_dataset.shuffle=false", "train_dataset.path=tasks.maze.dataset"):
         with pytest.raises(ConfigError, match="other code, seed or data"):
             claim(other)
+    with pytest.raises(ConfigError, match="other code, seed or data"):
+        claim("model_path=other")
     record.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="was started with other code, seed or data"):
         claim()

@@ -11,19 +11,20 @@ BATCH = {
     "turn_ids": torch.tensor([[-1, 0, 0, -1], [-1, 0, 0, 0], [-1, 0, 0, 0]]),
     "logprobs": torch.tensor([[0, -1.0, -2.0, 0], [0, -1, -1, -1], [0, 0, 0, 0]]),
     "rewards": torch.tensor([1.0, 0.0, 2.0]),
-    **{name: torch.tensor([1, 0, 2]) for name in ("truncated", "masked", "side_conversations")},
+    "side_conversations": torch.tensor([0, 0, 1]),
+    **{name: torch.tensor([1, 0, 2]) for name in ("truncated", "masked")},
 }
 
 
 def test_the_lags_of_a_batch() -> None:
     """The lag of a trained token is the policy's version minus its own; untrained ones have
-    none."""
+    none. A side conversation has no reward."""
     found = describe_batch(BATCH, version=4)
     assert found["lag_counts"] == [1, 1, 3]
     assert found["staleness_mean"] == pytest.approx((0 + 1 + 2 * 3) / 5)
     assert (found["staleness_max"], found["tokens"], found["untrained"]) == (2.0, 5, 3)
     assert found["mixed_version_share"] == 0.5
-    assert (found["reward"], found["truncated"]) == (1.0, 3)
+    assert (found["reward"], found["reward_std"], found["truncated"]) == (0.5, 0.5, 3)
 
 
 def test_only_fresh_tokens_are_compared() -> None:
