@@ -11,6 +11,7 @@ after the update. All seeds are fixed, so on one machine every tour shows the sa
 
 import asyncio
 import tempfile
+from itertools import count
 from typing import Any
 
 from safetensors.torch import load_file
@@ -61,10 +62,11 @@ def read_gate(executor: Any) -> dict[str, int]:
     return {"version": version, "places": places, "started": started, "capacity": capacity}
 
 
-def take_tour() -> dict[str, Any]:
-    """Train two steps. Return the states of the gate, the second group and its longest game."""
+def train_two_steps(*words: str) -> dict[str, Any]:
+    """Train two steps with these keys. Return the states of the gate, and the second group's games
+    as tensors (4, T) or (4,)."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = PPOTrainer(load([*KEYS.split(), f"fileroot={folder}"])[0])
+        trainer = PPOTrainer(load([*KEYS.split(), *words, f"fileroot={folder}"])[0])
         config = trainer.config
         agent = PacedAgent(import_name(f"{config.task}.WORKFLOW")())
         with trainer.run as run:
@@ -77,11 +79,22 @@ def take_tour() -> dict[str, Any]:
                 trainer.train_step(step)
                 gates.append(read_gate(run.executor))
             tokenizer = run.inputs.tokenizer
-            # all games: tensors (4, T) or (4,)
             group = load_file(config.run_dir / "tokens" / "00002.safetensors")
-    turns = group["turn_ids"]
-    # The longest game that found the secret.
-    longest = int((turns.amax(1) + group["rewards"]).argmax())
+    return {"gates": gates, "group": group, "config": config, "tokenizer": tokenizer}
+
+
+def take_tour() -> dict[str, Any]:
+    """Train two steps. Return the states of the gate, the second group and its longest game that
+    found the secret. If no game with two turns found it, take another seed and the same model."""
+    tour = train_two_steps()
+    for seed in count(2):
+        group, config, tokenizer = tour["group"], tour["config"], tour.pop("tokenizer")
+        turns = group["turn_ids"]
+        lengths = turns.amax(1) * group["rewards"]  # 0 for a lost game, and for a game of one turn
+        if lengths.max() > 0:
+            break
+        tour = train_two_steps(f"seed={seed}", f"model_path={config.model_path}")
+    longest = int(lengths.argmax())
     game = {
         key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape
     }  # (n,)
@@ -90,5 +103,5 @@ def take_tour() -> dict[str, Any]:
     clip = {name: getattr(actor, name) for name in ("eps_clip", "eps_clip_higher", "c_clip")}
     loss, _ = ppo_actor_loss_fn(*policies, game["advantages"], game["loss_mask"], **clip)
     words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    tour = {"gates": gates, "group": group, "longest": longest, "game": game, "loss": float(loss)}
-    return tour | {"words": words, "model_path": config.model_path}
+    found = {"longest": longest, "game": game, "loss": float(loss), "words": words}
+    return tour | found | {"model_path": config.model_path}

@@ -55,4 +55,5 @@ def test_the_numbers_by_hand_equal_the_numbers_of_the_code(tour: str) -> None:
     code = [float(x) for x in advantages[-1].split()[2:]]
     assert code == pytest.approx([A for A in by_hand for _ in range(2)], abs=1e-3)
     assert any(by_hand), "a group in which every advantage is 0 shows nothing"
+    assert "A = (1 - " in advantages[-2], "the game has found the number"
     assert float(loss[-2].split()[-1]) == pytest.approx(float(loss[-1].split()[-1]), abs=1e-5)
