@@ -65,7 +65,7 @@ examples/node/node_modules/ready: examples/node/package-lock.json
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
-	@echo "installing into $(VENV): about 2 GB and two minutes"
+	@echo "installing into $(VENV): about 2 GB and two minutes, or more if pip takes torch's CUDA build"
 	$(PYTHON) -m venv $(VENV)
 	@# torch first, so that pip takes the CPU build of the pinned version where the index has it.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+import torch
 from tokenizers import Regex, normalizers
 
 from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_atomically
@@ -161,4 +162,5 @@ def make_model(path: Path, steps: int = 400, kinds: Sequence[str] = KINDS) -> Pa
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # for so small a model, more threads would cost more time
     print(make_model(Path(sys.argv[1])))

@@ -193,7 +193,7 @@ RULES = (
         5,
         lambda m, c: median(x["kl"] for x in m),
         0.2,
-        "One step moves the policy far from the policy that sampled the data. Lower "
+        "A step (median of five) moves the policy far from the one that sampled the data. Lower "
         "actor.optimizer.lr, actor.ppo_epochs or actor.optimizer.gradient_clipping.",
     ),
     Rule(

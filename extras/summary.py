@@ -31,8 +31,10 @@ class Summary:
         history = run.history
         last = fmean(line["success"] for line in history[-5:])
         first = history[0]["success"]
-        how = f"in training (temperature {run.config.gconfig.temperature:g})"
-        print(f"\nsuccess {how}: {first:.3f} in step 1, {last:.3f} in the last five steps")
+        print(
+            f"\nsuccess at temperature {run.config.gconfig.temperature:g}: {first:.3f} in step 1,"
+            f" {last:.3f} in the last five steps"
+        )
         counts = Counter[int]()  # trained tokens of each lag
         for line in history:
             counts.update(dict(enumerate(line["lag_counts"])))

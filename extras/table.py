@@ -118,6 +118,7 @@ class Table:
 
     def on_end(self, error: BaseException | None) -> None:
         if self.live:
+            self.enter("ended")
             self.live.stop()
 
     def enter(self, phase: str) -> None:

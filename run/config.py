@@ -371,7 +371,7 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     ]
     parser = argparse.ArgumentParser(
         usage="python train.py [options] [key=value ...]",
-        epilog="\n".join(["the keys:", *lines]),
+        epilog="\n".join(["the keys and their defaults, which a recipe overrides:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
