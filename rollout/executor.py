@@ -115,7 +115,8 @@ class WorkflowExecutor:
         return task.task_id
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
-        """Return the next `count` accepted groups as one batch. Raises TimeoutError."""
+        """Return the next `count` accepted groups as one batch. Raises TimeoutError. It never
+        returns if `count` groups cannot start before the next version."""
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def rollout_batch(self, data: Iterable[Sample], *how: Any, **named: Any) -> Trajectory:

@@ -140,7 +140,9 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     the trajectories have different keys.
     """
     if not trajectories:
-        raise ValueError("there is no trajectory to concatenate")
+        raise ValueError(
+            "there is no trajectory: all groups were rejected, or failed (see the log)"
+        )
     keys = trajectories[0].keys()
     if partial := {key for traj in trajectories for key in keys ^ traj.keys()}:
         raise ValueError(f"trajectories to concatenate: only some have {sorted(partial)}")
