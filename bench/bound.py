@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import httpx
 from load import usage
 
-from inference.serve import free_port
+from inference.process import free_port
 
 SERVE = [sys.executable, str(Path(__file__).with_name("proxy.py")), "--serve"]
 ADMIN = {"Authorization": "Bearer admin"}

@@ -97,7 +97,7 @@ class PromptBuilder:
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
-        """Return the prompt that continues `turn`: its prompt, its output and the tail of `new`.
+        """Return the prompt and output of `turn`, and the tail that the template writes for `new`.
         If the output already has an end mark, the tail does not repeat it. Raises Refusal if the
         template refuses `new` after STUB, or drops a text."""
         sampled = turn.output_tokens
@@ -219,9 +219,9 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
-    """Raise Refusal unless the rendered prompt contains every text. The prompt may contain a text
-    escaped as JSON, or an assistant's text without the reasoning. Calls are not checked, because
-    the template of tasks/base_model.py writes none."""
+    """Raise Refusal unless the rendered prompt contains every text. A text escaped as JSON counts,
+    and so does an assistant's text without its reasoning. Calls are not checked, because the
+    template of tasks/base_model.py writes none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages

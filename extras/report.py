@@ -148,7 +148,7 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
     """Return states (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight.
 
-    The states are those of the default loss (ppo.py) in the last pass over each row.
+    A state says what the default loss (ppo.py) does with the token in the last pass over its row.
     """
     prox = batch["prox_logp"]
     A = batch["advantages"]

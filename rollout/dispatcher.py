@@ -74,7 +74,7 @@ class DispatchState:
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
-        """Return {task id: group} for the next `count` groups, or {} if one is unfinished."""
+        """Return {task id: group} for the next `count` groups, or {} until all are finished."""
         finished = ((i, data) for i, data in self.order.items() if data is not None)
         chosen = self.order.items() if self.stale == "wait" else finished
         batch = {i: data for i, data in islice(chosen, count) if data is not None}

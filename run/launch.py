@@ -54,8 +54,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        # By default SGLang would serve float32 models in float16. We also make its logits float32,
-        # like the trainer's.
+        # This replaces SGLang's default for float32 models, float16. The logits are float32, like
+        # the trainer's.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]

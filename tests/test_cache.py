@@ -325,8 +325,8 @@ def test_what_is_no_report() -> None:
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
     choice, other = [user("Which?\nParis\nRome")], [user("Which?\nRome\nOslo")]
-    calls += turn(choice, "Paris"), turn(choice, "Rome"), turn(choice)
-    assert not any(call.reads for call in session_of(*calls).cache.values())
+    samples = turn(choice, "Paris"), turn(choice, "Rome"), turn(choice)
+    assert not any(call.reads for call in session_of(*calls, *samples).cache.values())
     assert session_of(turn(choice, "Rome"), turn(other)).cache["1"].reads
 
 

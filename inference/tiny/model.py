@@ -309,8 +309,8 @@ class Model:
         places = (places[:, :, None] + offsets).flatten().clamp_(max=self.positions * groups)
 
         read = self.kv[:, :, first_slot : first_slot + rows]
-        # Each row attends to the first n_keys keys of its slot. A token sees the positions up to
-        # its own: (rows, 1, columns, n_keys).
+        # Each row attends to the first n_keys keys of its slot, and a token to the positions up to
+        # its own. `seen` and `mask` are (rows, 1, columns, n_keys).
         seen = torch.arange(n_keys, device=self.device) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf).to(self.dtype)
         # e^(i p f): (rows, columns, 1, d/2)

@@ -17,7 +17,7 @@ outgrows its slot, all slots become longer and fewer. A sequence that loses its 
 its queue, and its keys are computed again later. To save this work, slots grow only when needed.
 
 *Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
-are taken, a waiting session gets a slot from a session that runs at least two sequences more. A
+are taken, a waiting session gets a slot from one that runs at least two more sequences. A
 sequence that does not fit beside the running ones waits, and holds up its queue. For PATIENCE steps
 all other sessions may overtake it, and after that only sessions that run fewer sequences.
 
