@@ -1,7 +1,4 @@
-"""An agent with LangGraph (https://langchain-ai.github.io/langgraph).
-
-The agent is a graph of two nodes: `think` calls the model, and `tools` runs the tools.
-"""
+"""An agent with LangGraph (https://langchain-ai.github.io/langgraph)."""
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI

@@ -168,7 +168,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def command(module: str, *words: Any) -> list[str]:
-    """The command that runs `module` with the arguments `words`."""
+    """The command that runs `module` until its parent ends."""
     return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
 
 

@@ -1,4 +1,4 @@
-"""The demo's task: guess a number in several turns. The best strategy is binary search.
+"""The demo's task: guess a number in several turns.
 
 The secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game
 answers "higher" or "lower". The reward is 1 if the secret was found, else 0. The prompt does not

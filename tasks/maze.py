@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 # Processes that compute rewards import this module, and torch would slow their start. So the module
-# does not import workflow.py and base_model.py, which import torch: WORKFLOW is a string, and
+# imports neither workflow.py nor base_model.py, which import torch: WORKFLOW is a string, and
 # make_model imports base_model only when it is called.
 
 SIDE = 12

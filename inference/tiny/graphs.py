@@ -3,7 +3,8 @@
 A step copies its inputs to the GPU and starts kernels. It waits for the GPU only once, when it
 reads the drawn tokens (sampling.py). With 1.5B parameters, one decode step starts about a thousand
 kernels, most of them so small that the CPU takes longer to start them than the GPU takes to compute
-them. A CUDA graph avoids this delay: it is a list of kernels that is captured once, and then replayed by a single launch. A replay runs the same kernels at the same addresses, with these
+them. A CUDA graph avoids this delay: it is a list of kernels that is captured once, and then
+replayed by a single launch. A replay runs the same kernels at the same addresses, with these
 consequences:
 
 - All inputs of a step lie in one tensor, which is filled anew before each replay.
