@@ -111,8 +111,9 @@ class Proxy:
         return {"session_id": session.session_id, "api_key": session.session_id}
 
     def start(self, task_id: str, sampling: Json | None = None, links: bool = True) -> Session:
-        cache = InteractionCache()
-        session = Session(secrets.token_urlsafe(16), task_id, sampling or {}, cache, links)
+        session = Session(
+            secrets.token_urlsafe(16), task_id, sampling or {}, InteractionCache(), links
+        )
         self.sessions[session.session_id] = session
         return session
 
@@ -129,8 +130,8 @@ class Proxy:
         """Return the session named by the path, or else by the API key."""
         if "upgrade" in request.headers:  # our web server does not read the body of such a request
             raise Refusal("Upgrade: only HTTP/1.1 is spoken here; in Java, Version.HTTP_1_1")
-        session_id = request.path_params.get("session_id") or bearer(request)
-        return self.find(session_id or request.headers.get("x-api-key"))
+        key = bearer(request) or request.headers.get("x-api-key")
+        return self.find(request.path_params.get("session_id") or key)
 
     # ---- answer an agent
 
@@ -250,10 +251,6 @@ class Proxy:
         return reply(method(self.session_of(request), read_object(await request.body())))
 
 
-def stream_rows(rows: dict[str, Interaction]) -> Response:
-    return StreamingResponse(write_rows(rows), media_type="application/json")
-
-
 async def write_rows(rows: dict[str, Interaction]) -> AsyncIterator[bytes]:
     """Write each row and forget it, because all rows together can be a gigabyte of JSON."""
     yield b'{"interactions":{'
@@ -282,7 +279,9 @@ def create_app(proxy: Proxy) -> FastAPI:
         "grant_capacity": partial(proxy.for_admin, proxy.grant_capacity),
         "set_version": partial(proxy.for_admin, proxy.set_version),
         "export_trajectories": partial(
-            proxy.for_admin, proxy.export_trajectories, write=stream_rows
+            proxy.for_admin,
+            proxy.export_trajectories,
+            write=lambda rows: StreamingResponse(write_rows(rows), media_type="application/json"),
         ),
     }
     # "/v1" comes before "/{session_id}", so that "v1" is never taken for an id.

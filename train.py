@@ -45,7 +45,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cache import InteractionWithTokenLogpReward
+from cache import Interaction
 from engine import RemoteInfEngine
 from inference.fields import import_name, make_named
 from inference.weights import WeightUpdateMeta
@@ -65,9 +65,9 @@ from training.metrics import describe_batch, logp_mismatch
 from training.ranks import share
 from workflow import RolloutWorkflow
 
-# An episode returns tensors, an agent's calls by completion id (cache.py), or None, which rejects
-# the episode.
-Episode = dict[str, Tensor] | dict[str, InteractionWithTokenLogpReward] | None
+# An episode returns tensors by name, an agent's calls by completion id (cache.py), or None, which
+# rejects the episode.
+Episode = dict[str, Tensor | Interaction] | None
 
 
 def start_rollout(run: Run) -> None:
@@ -121,16 +121,6 @@ def start_trainer(run: Run) -> None:
         run.ref.initialize()
 
 
-def plan_updates(run: Run) -> WeightUpdateMeta:
-    """Say how new weights reach the servers. Their folder is removed when the run ends."""
-    update = run.config.weight_update
-    # Several runs may share update.path, so each gets a folder of its own.
-    name = f"weights-{zlib.crc32(bytes(run.run_dir.absolute()))}"
-    folder = Path(update.path or run.run_dir) / name
-    run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    return WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)
-
-
 class PPOTrainer:
     """Train a model as the configuration says: `PPOTrainer(config).train(workflow=...)`."""
 
@@ -166,7 +156,12 @@ class PPOTrainer:
             start_rollout(run)
         start_trainer(run)
         run.wait_until_ready()
-        self.meta = plan_updates(run)
+        update = config.weight_update
+        # Several runs may share update.path, so each gets a folder of its own.
+        name = f"weights-{zlib.crc32(bytes(run.run_dir.absolute()))}"
+        folder = Path(update.path or run.run_dir, name)
+        run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.meta = WeightUpdateMeta(mode=update.mode, path=str(folder), address=update.address)
         run.actor.connect_engine(run.engine, self.meta)
         run.step = load_checkpoint(run.run_dir, run.actor, run.executor)
         if run.step or config.rollout.server_addrs:  # the servers may have other weights

@@ -44,6 +44,7 @@ from calls.client import OpenAIProxyClient, agents_client, proxy_at
 from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
+from inference.process import bypass
 from rollout.reward import AsyncRewardWrapper, pools
 from rollout.trajectory import (
     Trajectory,
@@ -192,6 +193,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     def __post_init__(self) -> None:
         # OpenAI's SDK demands a key. Any key will do, because the session's URL names the session.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
+        os.environ |= bypass()  # for agents with HTTP clients of their own
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":

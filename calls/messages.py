@@ -99,13 +99,15 @@ def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequ
     if system := _text(body.get("system") or body.get("instructions"), "system or instructions"):
         inherited = messages[0]["role"] == "system" and previous
         messages = [{"role": "system", "content": system}, *messages[1 if inherited else 0 :]]
+    choice = _tool_choice(body.get("tool_choice"), tools)
     form = _schema(_first(body, FORMS) or {})
     return AgentRequest(
         messages,
         model=get(body, "model", str) or "default",
-        sampling=_sampling(body) | ({} if tools else form),  # a grammar would allow no tool call
+        # A grammar would allow no call of a tool.
+        sampling=_sampling(body) | (form if not tools or choice == "none" else {}),
         tools=tools,
-        tool_choice=_tool_choice(body.get("tool_choice"), tools),
+        tool_choice=choice,
         template_kwargs=get(body, "chat_template_kwargs", dict, {}),
         stream=get(body, "stream", bool, False),
         parallel_tool_calls=get(body, "parallel_tool_calls", bool, True),

@@ -23,6 +23,7 @@ first message, but also a parent. If every call of a session looks like a side c
 counts as one.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache import Interaction, InteractionCache, ancestors, extend
-from calls.messages import Message, Refusal
+from calls.messages import Message, Refusal, canonical
 from inference.io_struct import ModelResponse
 
 MAX_CALLS, MAX_BYTES = 2048, 2**26  # a session's calls, and the bytes of their bodies
@@ -117,11 +118,12 @@ class Session:
         parent = call.parent
         start = len(parent.conversation) if parent else 0
         new = call.messages[start:]
-        text = squeeze_all(new) if self.links and not looks_like_side(call) else ""
+        rest = functools.cache(lambda shared: squeeze_all(new[shared:]))
+        leaves = self.leaves if self.links and not looks_like_side(call) else {}
         found = [
             x
-            for x, said in self.leaves.items()
-            if stands(said, text) and stands(said, text_after_shared(new, x.messages[start:]))
+            for x, said in leaves.items()
+            if stands(said, rest(count_shared(new, x.messages[start:])))
         ]
         if not (found or named):
             return
@@ -142,16 +144,15 @@ class Session:
 
 
 def looks_like_side(call: Interaction) -> bool:
-    beginning = call.messages[0]["content"][:2000]  # in which a client says what it wants
-    return not (call.tools or call.parent) and bool(SIDE.search(beginning))
+    # A client says what it wants at the beginning.
+    return not (call.tools or call.parent or not SIDE.search(call.messages[0]["content"][:2000]))
 
 
-def text_after_shared(new: list[Message], old: list[Message]) -> str:
-    """Return the text of `new` without the messages with which both lists begin. What stood there
-    in a call's own prompt does not show that its answer was read."""
-    while new and old and new[0] == old[0]:
-        new, old = new[1:], old[1:]
-    return squeeze_all(new)
+def count_shared(new: list[Message], old: list[Message]) -> int:
+    """Return with how many equal messages both lists begin. What stands there in a call's own
+    prompt does not show that its answer was read."""
+    equal = (a == b or canonical(a) == canonical(b) for a, b in zip(new, old))
+    return sum(itertools.takewhile(bool, equal))
 
 
 def unread(calls: list[Interaction]) -> list[Interaction]:

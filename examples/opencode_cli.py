@@ -32,4 +32,4 @@ class Agent:
             for event in map(json.loads, said.splitlines())
             if event["type"] == "text"
         ]
-        return float(texts[-1].split()[-1:] == [data["answer"]])
+        return float("".join(texts[-1:]).split()[-1:] == [data["answer"]])

@@ -385,7 +385,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for this many GPUs")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="the memory of each")
     options, words = parser.parse_known_args(argv)
-    if options.gpus:  # for dtype=auto
+    if options.gpus is not None:  # for dtype=auto
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(options.gpus)))
     try:
         return print_plan(load(words)[0], options.gpus, options.gpu_memory)

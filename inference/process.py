@@ -84,7 +84,9 @@ def visible_gpus() -> list[str]:
 
 def bypass() -> dict[str, str]:
     """Return environment variables that keep requests to this machine away from an HTTP proxy."""
-    hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")) + ",127.0.0.1,localhost"
+    hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    if hosts != "*" and "127.0.0.1" not in hosts:
+        hosts += ",127.0.0.1,localhost"
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 

@@ -136,8 +136,7 @@ class WorkflowExecutor:
     ) -> Trajectory:
         """Return the next training batch, which has dataloader.batch_size groups."""
         size = dataloader.batch_size
-        expected = self.gate.consumer_batch_size
-        if size != expected:
+        if size != (expected := self.gate.consumer_batch_size):
             raise ValueError(f"consumer_batch_size={expected} must equal {size}, the dataloader's")
         how = self._resolve(workflow, workflow_kwargs, should_accept_fn, group_size)
         tasks = (RolloutTask(i, sample, *how) for i, sample in self._draw(dataloader))

@@ -33,7 +33,7 @@ from contextlib import asynccontextmanager, suppress
 from subprocess import PIPE, Popen
 from typing import Any
 
-from inference.process import bypass, follow_parent
+from inference.process import follow_parent
 
 CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve({})"
 
@@ -56,7 +56,6 @@ class Worker:
     def __init__(self) -> None:
         words = sys.executable, "-u", "-c", CODE.format(sys.path, os.getpid())
         env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
-        env |= bypass()
         self.process: Any = Popen(words, stdin=PIPE, stdout=PIPE, start_new_session=True, env=env)
         self._thread = ThreadPoolExecutor(1)
 

@@ -26,9 +26,9 @@ from typing import Any, Self
 import yaml
 
 from inference.fields import import_name
-from inference.process import Child, bypass, raise_open_files, visible_gpus
+from inference.process import Child, raise_open_files, visible_gpus
 from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load, resolve
-from run.inputs import find_model
+from run.inputs import base_model_path, find_model
 from run.launch import plan_servers
 
 
@@ -56,7 +56,6 @@ class Run:
         """Claim the run's folder, find its model, and start the servers. With `force`, a run
         continues even if it began with other code, seed or data. Raises ConfigError if the run
         cannot start."""
-        os.environ |= bypass()  # agents may use HTTP clients of their own
         self.config = config = resolve(config)
         self.rank = int(os.environ.get("RANK", 0))
         self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
@@ -84,11 +83,11 @@ class Run:
         config = self.config
         if config.trial_name == "auto":
             config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-        # `origin` names the code, and everything that determines the order of the prompts.
+        # `origin` names the code, the model, and all that determines the order of the prompts.
         data = config.train_dataset
         self.origin = (
             f"# revision {revision()}, seed {config.seed}, shuffle {data.shuffle},"
-            f" data {data.path or config.task}, model {config.model_path or config.task}"
+            f" data {data.path or config.task}, model {config.model_path or base_model_path(config)}"
         )
         record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
         if record.is_file() and metrics.exists() and config.mode == "train":
@@ -143,7 +142,7 @@ class Run:
         import torch.distributed as dist
 
         death = None
-        if isinstance(error, Exception):
+        if error and not isinstance(error, SystemExit):
             if "LOCAL_RANK" in os.environ:
                 # If another rank fails, torchrun sends SIGTERM, which must not stop the cleanup.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

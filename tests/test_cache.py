@@ -324,10 +324,13 @@ def test_what_is_no_report() -> None:
     inside a word. Samples of one prompt do not read each other, even if it lists their answers."""
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
-    choice, other = [user("Which?\nParis\nRome")], [user("Which?\nRome\nOslo")]
-    samples = turn(choice, "Paris"), turn(choice, "Rome"), turn(choice)
+    choice, other = (user(f"Which?\n{names}") for names in ("Paris\nRome", "Rome\nOslo"))
+    changing = ({"role": "system", "content": f"x-anthropic-billing-header: c={k};"} for k in "abc")
+    samples = (
+        turn([system, choice], said) for system, said in zip(changing, ("Paris", "Rome", ""))
+    )
     assert not any(call.reads for call in session_of(*calls, *samples).cache.values())
-    assert session_of(turn(choice, "Rome"), turn(other)).cache["1"].reads
+    assert session_of(turn([choice], "Rome"), turn([other])).cache["1"].reads
 
 
 # ---- parents

@@ -354,6 +354,7 @@ def test_structured_output_is_one_schema(fields: dict[str, Any], schema: Any) ->
     text = json.dumps(schema, separators=(",", ":"))
     assert ask(**fields).sampling == ({} if schema is None else {"json_schema": text})
     assert ask(**fields, tools=[TOOL]).sampling == {}
+    assert ask(**fields, tools=[TOOL], tool_choice="none").sampling == ask(**fields).sampling
 
 
 # What is refused, used or ignored

@@ -46,13 +46,11 @@ def whole(name: str, message: Message = MESSAGE, reason: str = "stop") -> dict[s
     return json.loads(json.dumps(rendered(form_of(name), message, reason)))
 
 
-def streamed(
-    name: str, message: Message = MESSAGE, reason: str = "stop", progress: int = 2
-) -> bytes:
+def streamed(name: str, message: Message = MESSAGE, why: str = "stop", progress: int = 2) -> bytes:
     """The reply as a stream, with this many events of progress."""
     form = form_of(name)
     waited = [form.progress() for _ in range(progress)]
-    events = [form.opening(), *waited, *form.stream(rendered(form, message, reason))]
+    events = [form.opening(), *waited, *form.stream(rendered(form, message, why))]
     return b"".join(write_event(data, n) for n, data in enumerate(events)) + form.end
 
 

@@ -96,6 +96,19 @@ def test_an_agent_may_return_a_number(run_agent: Run) -> None:
     assert row["logprobs"].isfinite().all()
 
 
+class Own(Asks):
+    async def run(self, data: dict, **client: Any) -> Any:
+        del client["http_client"]
+        return await super().run(data, **client)
+
+
+def test_an_agent_may_make_its_own_client(run_agent: Run, monkeypatch) -> None:
+    """The client does not send its requests to an HTTP proxy."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    assert run_agent(Own(lambda ids: 1.0))[0][0]["rewards"].tolist() == [1.0]
+
+
 def test_an_agent_may_close_its_client(run_agent: Run) -> None:
     """All agents share one HTTP client of the SDK's own class. It is closed only when the executor
     ends."""
