@@ -56,7 +56,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
 def main(config: TrainConfig) -> int:
     """Evaluate, print the result, and write it to eval.json. Raises ConfigError."""
     if config.trial_name == "auto":
-        config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+        config.trial_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     inputs = load_inputs(config)
     failures = Failures(config)
     found = evaluate_endpoint(config, inputs)

@@ -232,7 +232,7 @@ class TrainConfig(Keys):
     experiment_name: FolderName = "guess"
     """the run's folder is fileroot/experiment_name/trial_name"""
     trial_name: FolderName = "auto"
-    """an existing name continues that run; auto: date and time"""
+    """an existing name continues that run; auto: date, time and process id"""
     fileroot: str = "runs"
     """folder of all runs"""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1

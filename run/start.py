@@ -82,7 +82,8 @@ class Run:
         or if the run began with other code, seed or data."""
         config = self.config
         if config.trial_name == "auto":
-            config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+            # With the process id, two runs that start at once have two names.
+            config.trial_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         # `origin` names the code, the model, and all that determines the order of the prompts.
         data = config.train_dataset
         self.origin = (
