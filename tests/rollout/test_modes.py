@@ -98,8 +98,8 @@ def test_an_agent_may_return_a_number(run_agent: Run) -> None:
 
 class Own(Asks):
     async def run(self, data: dict, **client: Any) -> Any:
-        del client["http_client"]
-        return await super().run(data, **client)
+        async with DefaultAioHttpClient() as client["http_client"]:
+            return await super().run(data, **client)
 
 
 def test_an_agent_may_make_its_own_client(run_agent: Run, monkeypatch) -> None:
