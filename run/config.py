@@ -248,7 +248,7 @@ class TrainConfig(Keys):
     workflow_kwargs: dict[str, Any] = {}
     """arguments of the workflow's class"""
     should_accept_fn: Named | None = None
-    """module.function that accepts or rejects a group"""
+    """module.function (no coroutine) that accepts or rejects a group"""
     callbacks: list[Named] = []
     """classes that observe the run, such as extras.doctor.Doctor"""
     recover_interval: CountOrZero = 10
