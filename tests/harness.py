@@ -81,9 +81,7 @@ class Harness:
         assert answer.status_code == 200, answer.text
         return answer.json()["session_id"]
 
-    async def chat(
-        self, session: str, messages: list[dict[str, Any]], **body: Any
-    ) -> dict[str, Any]:
+    async def chat(self, session: str, messages: list[dict], **body: Any) -> dict[str, Any]:
         """Return the reply to a chat completion of the session."""
         answer = await self.post(f"/{session}/v1/chat/completions", {"messages": messages, **body})
         assert answer.status_code == 200, answer.text

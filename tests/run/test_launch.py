@@ -62,6 +62,7 @@ def test_a_child_reaches_this_machine_without_the_http_proxy(child_of: Start, mo
     allocator's settings are not inherited, because SGLang's memory saver refuses expandable
     segments."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("NO_PROXY", "intern")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     bypassed = "[bool(u.proxy_bypass(host)) for host in ('127.0.0.1:1', 'intern', 'example.org')]"
