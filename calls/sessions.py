@@ -105,8 +105,8 @@ class Session:
 
     def _link(self, call: Interaction, named: list[Interaction]) -> None:
         """Find which calls `call` has read besides its parent: those `named` in its header, and
-        those without a finished child whose answers stand in its new messages. If one of these
-        calls has read another, only the reader is kept.
+        those without a finished child whose answers stand in its new messages (`count_shared` says
+        which do not count). If one of these calls has read another, only the reader is kept.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
@@ -144,8 +144,8 @@ class Session:
 
 
 def looks_like_side(call: Interaction) -> bool:
-    # A client says what it wants at the beginning.
-    return not (call.tools or call.parent or not SIDE.search(call.messages[0]["content"][:2000]))
+    beginning = call.messages[0]["content"][:2000]  # in which a client says what it wants
+    return not (call.tools or call.parent) and bool(SIDE.search(beginning))
 
 
 def count_shared(new: list[Message], old: list[Message]) -> int:
