@@ -53,10 +53,10 @@ from ppo import describe_mode
 from proxy import ProxyAddress
 from rollout.evaluate import conclude, evaluate
 from rollout.executor import WorkflowExecutor
+from rollout.launch import plan_proxy
 from run.checkpoint import load_checkpoint, save_checkpoint
 from run.config import TrainConfig
 from run.inputs import load_inputs, make_dataloader
-from run.launch import plan_proxy
 from run.log import Log
 from run.start import Run, main
 from staleness import StalenessManager

@@ -2,8 +2,8 @@
 
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
-A plan needs no data, no weights and no GPUs, only the model's config.json. run/launch.py chooses
-the servers and their GPUs, as in a run. This file estimates memory and disk.
+A plan needs no data, no weights and no GPUs, only the model's config.json. As in a run,
+rollout/launch.py chooses the servers and their GPUs. This file estimates memory and disk.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
 each in float32. A frozen parameter takes 4 bytes, and a reference model adds 4 bytes per parameter.
@@ -31,9 +31,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference.process import Child, free_port, visible_gpus
+from rollout.launch import plan_proxy, plan_servers
 from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig, load
 from run.inputs import base_model_path, fetch
-from run.launch import plan_proxy, plan_servers
 from training import logprobs
 
 GIB = 2**30

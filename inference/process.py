@@ -82,6 +82,12 @@ def visible_gpus() -> list[str]:
         return []
 
 
+def has_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 numbers in hardware."""
+    info = Path("/proc/cpuinfo")  # only Linux has it
+    return (info.exists() and "bf16" in info.read_text()) or bool(visible_gpus())
+
+
 def bypass() -> dict[str, str]:
     """Return environment variables that keep requests to this machine away from an HTTP proxy."""
     hosts = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))

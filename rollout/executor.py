@@ -191,7 +191,9 @@ class WorkflowExecutor:
         one = workflows.resolve_workflow(workflow, kwargs, proxy=proxy, defaults=defaults)
         size = group_size or self.gconfig.n_samples
         group = workflows.GroupedRolloutWorkflow(one, size, self.gate.on_members_failed)
-        return group, import_name(accept)
+        if asyncio.iscoroutinefunction(accept := import_name(accept)):
+            raise ValueError("should_accept_fn must be a plain function, not a coroutine")
+        return group, accept
 
     # ---- restarts
 
@@ -225,7 +227,7 @@ class WorkflowExecutor:
             )
             oldest, newest = trajectory.version_span(group, trajectory.generated(group))
             if not task.is_eval:
-                rewards = group["rewards"].tolist()
+                rewards = group["rewards"][group["side_conversations"] == 0].tolist()
                 self._tell("reward", task.task_id, versions=[oldest, newest], rewards=rewards)
             accepted = task.should_accept is None or task.should_accept(group)
             if self.dump_dir and self.config.dump_to_file:

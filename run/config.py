@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 from inference.fields import check_name
 from inference.io_struct import CHECKED, GenerationHyperparameters
-from inference.process import ROOT, visible_gpus
+from inference.process import ROOT, has_bfloat16
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
@@ -40,7 +45,7 @@ class OpenAIConfig(Keys):
 
     mode: Literal["inline", "subproc"] = "inline"
     """inline: agents run in the trainer's event loop; subproc: in processes of their own"""
-    subproc_max_workers: Count = 4
+    subproc_max_workers: PositiveInt = 4
     """processes for agents, with mode=subproc"""
     turn_discount: Share = 1.0
     """gamma in R(i) = r(i) + gamma * mean R(calls that read i)"""
@@ -50,16 +55,16 @@ class OpenAIConfig(Keys):
     """individual: one row per turn; concat: one row per conversation"""
     tool_call_parser: str | None = None
     """module.function that reads the model's tool calls; null: the format of Hermes and Qwen"""
-    episode_timeout_seconds: Positive = 3600.0
+    episode_timeout_seconds: PositiveFloat = 3600.0
     """an episode that takes longer fails"""
 
 
 class RolloutConfig(Keys):
     """How many rollouts run, and how old their tokens may become."""
 
-    max_head_offpolicyness: CountOrZero = 2
+    max_head_offpolicyness: NonNegativeInt = 2
     """eta: a trained token is at most this many versions old; 0: synchronous training"""
-    max_concurrent_rollouts: Count | None = None
+    max_concurrent_rollouts: PositiveInt | None = None
     """limit on prompt groups that run at once; default: batch size * (eta + 1)"""
     stale: Literal["wait", "mask", "drop"] = "wait"
     """how eta is enforced: wait, mask or drop (staleness.py)"""
@@ -79,21 +84,21 @@ class ServerConfig(Keys):
 
     backend: Literal["tiny", "sglang"] = "tiny"
     """tiny: the small server; sglang: SGLang, on GPUs"""
-    count: Count = 1
+    count: PositiveInt = 1
     """number of servers"""
-    tp_size: Count = 1
+    tp_size: PositiveInt = 1
     """GPUs per server"""
     args: list[str] = []
     """more command-line arguments for every server"""
-    max_running_requests: Count = 64
+    max_running_requests: PositiveInt = 64
     """sequences that a server decodes at once"""
-    max_total_tokens: Count = 16384
+    max_total_tokens: PositiveInt = 16384
     """tokens in a server's key-value cache"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where the small server computes; auto: cuda if a GPU is visible, else cpu; mps is untested"""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """number format of the small server's weights; auto: bfloat16 where the processor has it"""
-    threads: CountOrZero = 1
+    threads: NonNegativeInt = 1
     """threads of a small server; 0: half of the machine's"""
 
 
@@ -111,17 +116,17 @@ class NormConfig(Keys):
 class OptimizerConfig(Keys):
     """AdamW and its learning rate."""
 
-    lr: NonNegative = 1e-5
+    lr: NonNegativeFloat = 1e-5
     """largest learning rate"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """decay of AdamW's averages of gradients, and of their squares"""
-    weight_decay: NonNegative = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW's weight decay, of matrices only"""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """learning rate after the warm-up: constant, or linear down to a tenth"""
-    warmup_steps: CountOrZero = 0
+    warmup_steps: NonNegativeInt = 0
     """steps over which the learning rate rises from 0"""
-    gradient_clipping: NonNegative = 1.0
+    gradient_clipping: NonNegativeFloat = 1.0
     """largest norm of a gradient; 0: no limit"""
 
 
@@ -130,15 +135,15 @@ class PPOActorConfig(Keys):
 
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """number format of the forward pass; auto: bfloat16 where the processor has it"""
-    threads: CountOrZero = 1
+    threads: NonNegativeInt = 1
     """threads of the trainer on a CPU; 0: half of the machine's"""
-    frozen_layers: CountOrZero = 0
+    frozen_layers: NonNegativeInt = 0
     """number of first layers that, like the embeddings, do not learn; 0: all learn"""
-    ppo_n_minibatches: Count = 4
+    ppo_n_minibatches: PositiveInt = 4
     """optimizer steps in a pass over the batch"""
-    ppo_epochs: Count = 1
+    ppo_epochs: PositiveInt = 1
     """passes over a batch"""
-    mb_tokens: Count = 16384
+    mb_tokens: PositiveInt = 16384
     """token limit of a forward pass"""
     gradient_checkpointing: bool = False
     """save memory: recompute layers in the backward pass"""
@@ -152,7 +157,7 @@ class PPOActorConfig(Keys):
     """how log pi_prox is found: by a pass (recompute), a guess (loglinear) or both (metrics)"""
     eps_clip: Share = 0.2
     """the clip raises u = pi_theta / pi_prox to at least 1 - eps_clip"""
-    eps_clip_higher: NonNegative | None = None
+    eps_clip_higher: NonNegativeFloat | None = None
     """the clip lowers u to at most 1 + eps_clip_higher; default: eps_clip"""
     c_clip: Annotated[float, Field(gt=1)] | None = None
     """dual clip: for A < 0, objective >= c_clip A"""
@@ -162,13 +167,13 @@ class PPOActorConfig(Keys):
     """module.function of the loss (extras/losses.py)"""
     advantages: Named = "ppo.compute_advantages"
     """module.function of the advantages (extras/advantages.py)"""
-    entropy_coeff: NonNegative = 0.0
+    entropy_coeff: NonNegativeFloat = 0.0
     """weight of the entropy bonus"""
-    kl_ctl: NonNegative = 0.0
+    kl_ctl: NonNegativeFloat = 0.0
     """weight of the KL to the reference model; 0: load that model only if ref.path is set"""
     anneal: bool = False
     """let entropy_coeff and kl_ctl fall linearly to 0"""
-    reward_scaling: Positive = 1.0
+    reward_scaling: PositiveFloat = 1.0
     """multiplies every reward"""
     adv_norm: NormConfig = NormConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -189,7 +194,7 @@ class DatasetConfig(Keys):
 
 
 class TrainDatasetConfig(DatasetConfig):
-    batch_size: Count = 8
+    batch_size: PositiveInt = 8
     """prompt groups in a step (B)"""
     shuffle: bool = True
     """shuffle the prompts; false: keep their order"""
@@ -198,7 +203,7 @@ class TrainDatasetConfig(DatasetConfig):
 class EvaluatorConfig(Keys):
     """Evaluations run each validation prompt eval_gconfig.n_samples times."""
 
-    interval: CountOrZero = 0
+    interval: NonNegativeInt = 0
     """steps between two evaluations; 0: never"""
     base_url: str | None = None
     """with mode=eval: evaluate this OpenAI endpoint; of eval_gconfig, only n_samples applies"""
@@ -207,7 +212,7 @@ class EvaluatorConfig(Keys):
 class SaverConfig(Keys):
     """Models saved in checkpoints/, as Hugging Face folders."""
 
-    interval: CountOrZero = 0
+    interval: NonNegativeInt = 0
     """steps between two saved models; 0: only the last"""
 
 
@@ -237,7 +242,7 @@ class TrainConfig(Keys):
     """folder of all runs"""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """fixes the data's order and the sampling"""
-    max_steps: Count = 80
+    max_steps: PositiveInt = 80
     """training steps"""
     model_path: str | None = None
     """folder or hub name of the model; default: the task's"""
@@ -251,7 +256,7 @@ class TrainConfig(Keys):
     """module.function (no coroutine) that accepts or rejects a group"""
     callbacks: list[Named] = []
     """classes that observe the run, such as extras.doctor.Doctor"""
-    recover_interval: CountOrZero = 10
+    recover_interval: NonNegativeInt = 10
     """steps between two checkpoints; 0: only at the end"""
     gconfig: GenerationHyperparameters = GenerationHyperparameters()
     eval_gconfig: dict[str, Any] = {}
@@ -406,12 +411,6 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
         hint = " or ".join(map(repr, near)) or "one of --help-all"
         raise ConfigError(f"unknown key {name!r}: did you mean {hint}?") from error
     return config, options
-
-
-def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 numbers in hardware."""
-    info = Path("/proc/cpuinfo")  # only Linux has it
-    return (info.exists() and "bf16" in info.read_text()) or bool(visible_gpus())
 
 
 def resolve(config: TrainConfig) -> TrainConfig:

@@ -136,10 +136,9 @@ def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
     """Return a loader of prompts. Their order depends only on the seed, so a restarted run draws
     the prompts in the same order."""
     import torch
-    from torch.utils.data import DataLoader
 
     keys = config.train_dataset
-    return DataLoader(
+    return torch.utils.data.DataLoader(
         dataset,  # type: ignore[arg-type]
         batch_size=keys.batch_size,
         shuffle=keys.shuffle,

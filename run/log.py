@@ -54,11 +54,10 @@ class Log:
         run.history.append(metrics)
         if run.prints_steps:
             print(
-                "step {step} of {last}  reward {reward:.2f}  success {success:.2f}"
-                "  lag {staleness_mean:.2f}  max {staleness_max:.0f}"
-                "  {step_s:.1f} s  waits {rollout_wait_s:.1f} s".format(
-                    last=run.last_step, **metrics
-                ),
+                f"step {metrics['step']} of {run.last_step}  reward {metrics['reward']:.2f}"
+                f"  success {metrics['success']:.2f}  lag {metrics['staleness_mean']:.2f}"
+                f"  max {metrics['staleness_max']:.0f}  {metrics['step_s']:.1f} s"
+                f"  waits {metrics['rollout_wait_s']:.1f} s",
                 flush=True,
             )
         return metrics

@@ -27,9 +27,9 @@ import yaml
 
 from inference.fields import import_name
 from inference.process import Child, raise_open_files, visible_gpus
+from rollout.launch import plan_servers
 from run.config import ALIASES, ROOT, ConfigError, TrainConfig, load, resolve
-from run.inputs import base_model_path, find_model
-from run.launch import plan_servers
+from run.inputs import find_model
 
 
 def revision() -> str:
@@ -53,7 +53,7 @@ class Run:
     prints_steps = True  # unless a callback shows the steps
 
     def __init__(self, config: TrainConfig, force: bool = False) -> None:
-        """Claim the run's folder, find its model, and start the servers. With `force`, a run
+        """Find the run's model, claim its folder, and start the servers. With `force`, a run
         continues even if it began with other code, seed or data. Raises ConfigError if the run
         cannot start."""
         self.config = config = resolve(config)
@@ -63,9 +63,9 @@ class Run:
         self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
         self.stack = ExitStack()
         self.children: list[Child] = []
+        find_model(config)
         if self.rank == 0:
             self.claim(force)
-        find_model(config)
         self.admin_key = secrets.token_urlsafe(16)  # for the proxy
         self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")  # for the servers
         self.server_urls = config.rollout.server_addrs
@@ -88,7 +88,7 @@ class Run:
         data = config.train_dataset
         self.origin = (
             f"# revision {revision()}, seed {config.seed}, shuffle {data.shuffle},"
-            f" data {data.path or config.task}, model {config.model_path or base_model_path(config)}"
+            f" data {data.path or config.task}, model {config.model_path}"
         )
         record, metrics = self.run_dir / "config.yaml", self.run_dir / "metrics.jsonl"
         if record.is_file() and metrics.exists() and config.mode == "train":
@@ -127,8 +127,10 @@ class Run:
 
     def call(self, event: str, *args: Any) -> dict[str, Any]:
         """Call the method named `event` of each callback that has one, and merge their dicts."""
-        found = [getattr(c, event)(*args) for c in self.callbacks if hasattr(c, event)]
-        return {key: x for returned in found for key, x in (returned or {}).items()}
+        merged: dict[str, Any] = {}
+        for callback in self.callbacks:
+            merged |= getattr(callback, event, lambda *_: None)(*args) or {}
+        return merged
 
     # ---- the `with` block
 

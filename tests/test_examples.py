@@ -198,9 +198,7 @@ def test_a_coding_agent_replaces_its_history_by_a_summary(
 
 
 @pytest.mark.parametrize("module", [needs(x) for x in ("openai_sdk", "anthropic_sdk")])
-def test_an_example_in_its_own_process(
-    module: str, servers: dict[str, str], model_dir: Path
-) -> None:
+def test_an_example_in_a_process(module: str, servers: dict[str, str], model_dir: Path) -> None:
     """An agent also works in mode `subproc`, in which a worker process runs the agent."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):

@@ -410,13 +410,14 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
-        """Read what save_state wrote, with any number of ranks. Raises ConfigError if fewer layers
-        were frozen then, because the layers frozen since then have learnt."""
+        """Read what save_state wrote, with any number of ranks. Raises ConfigError if another
+        number of layers was frozen then."""
         state = self.state()
-        dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
+        dcp.load({"numbers": state["numbers"]}, checkpoint_id=folder)
         self.steps, frozen = state["numbers"].tolist()
         if frozen != self.config.frozen_layers:
             raise ConfigError(f"the checkpoint was made with actor.frozen_layers={frozen}")
+        dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """In mode disk, write the weights while the servers still generate."""

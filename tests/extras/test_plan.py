@@ -31,8 +31,8 @@ from extras.plan import (
     step_bytes,
 )
 from inference.process import Child
+from rollout.launch import plan_servers
 from run.config import ConfigError, TrainConfig, load
-from run.launch import plan_servers
 from training import logprobs
 from training.actor import FSDPPPOActor
 

@@ -121,6 +121,15 @@ def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make, accept
     assert ("reward", 3, {"versions": [0, 0], "rewards": [3.0]}) in heard
 
 
+def test_the_reward_of_a_side_conversation_is_not_told(make: Make) -> None:
+    """It is 0, and would lower the mean of the group in a report."""
+    aside = Does(lambda engine, data, traj: traj.update(side_conversations=torch.ones(1)))
+    executor, heard = make(), list[Any]()
+    executor.listeners.append(lambda *event: heard.append(event))
+    executor.wait_for_task(executor.submit(SAMPLES[1], aside))
+    assert ("reward", 0, {"versions": [0, 0], "rewards": []}) in heard
+
+
 def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
     """The group is accepted without the failed member. Here gconfig.n_samples is the size of a
     group."""
@@ -137,11 +146,13 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 def test_a_dataloader_has_samples_and_the_batch_that_the_gate_counts(make: Make) -> None:
     """A dataloader of another batch size is an error. So are an empty one, in which the executor
-    would search for a sample for ever, and a second call after an error."""
+    would search for a sample for ever, a second call after an error, and a coroutine as filter."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="the dataloader is empty"):
         make().prepare_batch(loader([]), Echo())
+    with pytest.raises(ValueError, match="must be a plain function"):
+        make().prepare_batch(loader(SAMPLES), Echo(), None, "asyncio.sleep")
     executor, broken = make(), loader(SAMPLES)
     broken.collate_fn = int
     for error, message in ((TypeError, r"int\(\)"), (RuntimeError, "error of the dataloader")):

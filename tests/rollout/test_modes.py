@@ -234,9 +234,7 @@ def test_clients_made_without_arguments_find_the_session(
     assert stats == RolloutStat(withdrawn=3)
 
 
-def test_an_episode_waiting_for_a_process_holds_no_session(
-    run_agent: Run, proxy: ProxyAddress
-) -> None:
+def test_a_waiting_episode_holds_no_session(run_agent: Run, proxy: ProxyAddress) -> None:
     """With one process, one session is open at a time."""
     groups, _ = run_agent(mode_agents.CountsSessions, *[{"proxy": proxy.proxy_addr}] * 4, **ONE)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4

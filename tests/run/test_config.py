@@ -29,7 +29,7 @@ def config_of(*words: str) -> TrainConfig:
         (["max_steps"], "max_steps=None"),
         (["model_path="], "model_path= lacks its value"),
         (["max_steps=["], "max_steps: ParserError: while parsing"),
-        (["max_steps=0"], "greater than or equal to 1"),
+        (["max_steps=0"], "greater than 0"),
         (["rollout.pause_mode=now"], "'retract' or 'abort'"),
         (["rollout.group_size=2", "gconfig.n_samples=3"], "are one key"),
         (["rollout.consumer_batch_size=5", "train_dataset.batch_size=6"], "are one key"),

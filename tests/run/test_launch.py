@@ -14,8 +14,8 @@ import pytest
 from runs import wait_gone
 
 from inference.process import Child, ProcessDied
+from rollout.launch import plan_proxy, plan_servers
 from run.config import load
-from run.launch import plan_proxy, plan_servers
 
 Start = Callable[..., Child]
 

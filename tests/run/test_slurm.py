@@ -18,8 +18,8 @@ import pytest
 from conftest import ROOT, free_port, two_free_ports
 from runs import children, finish
 
+from rollout.launch import plan_servers
 from run.config import load
-from run.launch import plan_servers
 
 pytestmark = pytest.mark.runs
 

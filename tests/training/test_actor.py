@@ -70,9 +70,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mb_tokens", [16384, 40, 21])
-def test_compute_logp_is_the_log_softmax_at_a_tokens_temperature(
-    make_actor, plain, layout, mb_tokens
-):
+def test_compute_logp_is_log_softmax_at_a_tokens_temperature(make_actor, plain, layout, mb_tokens):
     """Rows in one piece do not see each other, and padding changes nothing."""
     batch = make_batch()
     with torch.no_grad():
@@ -456,9 +454,7 @@ def test_gradients_are_clipped_to_their_norm(make_actor, limit):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen3", True), ("opt", True)])
-def test_the_layers_that_learn_get_the_gradients_they_always_get(
-    make_actor, tmp_path, family, tied
-):
+def test_layers_that_learn_get_the_gradients_they_always_get(make_actor, tmp_path, family, tied):
     """What is frozen has no gradient and no optimizer state, and keeps every bit. Frozen layers run
     once for a piece, in the pass for pi_prox."""
     path = make_family(tmp_path, family, tie_word_embeddings=tied)
@@ -499,9 +495,10 @@ def test_only_what_learns_is_pushed_and_kept(make_actor, tmp_path, tied):
     actor.save_state(tmp_path / "state")
     again.load_state(tmp_path / "state")
     assert all(torch.equal(p, v1[name]) for name, p in parameters(again).items())
-    make_actor(path).save_state(tmp_path / "all")
-    with pytest.raises(ConfigError, match=r"made with actor\.frozen_layers=0"):
-        again.load_state(tmp_path / "all")
+    (whole := make_actor(path)).save_state(tmp_path / "all")
+    for now, then, frozen in ((again, "all", 0), (whole, "state", 1)):
+        with pytest.raises(ConfigError, match=rf"made with actor\.frozen_layers={frozen}"):
+            now.load_state(tmp_path / then)
 
 
 # ---- checkpoints and weights
