@@ -4,7 +4,6 @@ A task's `summary(ask, console)` can draw what the policy does: `ask(messages)` 
 policy's greedy answer.
 """
 
-import asyncio
 import shlex
 import sys
 from collections import Counter
@@ -56,5 +55,7 @@ class Summary:
         tokenizer = run.inputs.tokenizer
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         gconfig = run.config.gconfig.new(n_samples=1, greedy=True)
-        response = asyncio.run(run.engine.agenerate(ModelRequest(ids, gconfig=gconfig)))
+        response = run.executor.dispatcher.run(
+            run.engine.agenerate(ModelRequest(ids, gconfig=gconfig))
+        )
         return printable(tokenizer.decode(response.output_tokens, skip_special_tokens=True))

@@ -19,6 +19,7 @@ import asyncio
 import math
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -135,4 +136,6 @@ def run_all(calls: Iterable[Any]) -> list[Any]:
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    return asyncio.run(gather())
+    # In a notebook, this thread already runs an event loop, so ours gets another thread.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, gather()).result()

@@ -58,9 +58,7 @@ def run(folder: Path, *words: str) -> list[dict]:
     return metrics_of(folder)
 
 
-def start_and_wait_for_step(
-    folder: Path, *words: str
-) -> tuple[subprocess.Popen[str], dict[str, int]]:
+def start_until_step(folder: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
     """Start a run and wait for its first step. Return its process and {module: pid} of its
     children.
 

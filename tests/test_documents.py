@@ -530,14 +530,16 @@ def test_a_custom_workflow_runs(custom: type, real_engine: RemoteInfEngine, tiny
         executor.dispatcher.destroy()
 
 
-def test_a_custom_workflow_is_trained(
+@pytest.mark.anyio
+async def test_a_custom_workflow_is_trained(
     custom: type,
     tiny_model_dir: Path,
     tiny_tokenizer: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """`trainer.train` makes a whole run of the page's workflow, and ends all that it started."""
+    """`trainer.train` makes a whole run of the page's workflow, and ends all that it started. A
+    notebook runs an event loop in the thread that calls it."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own Ctrl-C
     (tmp_path / "data.jsonl").write_text('{"prompt": "hi"}\n')
     words = f"task=null model_path={tiny_model_dir} fileroot={tmp_path} callbacks=[] max_steps=1"

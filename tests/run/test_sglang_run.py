@@ -15,15 +15,7 @@ from statistics import mean, variance
 import httpx
 import pytest
 from conftest import ROOT, SGLANG, rest_of, run_sglang
-from runs import (
-    STRADDLING_MAZE,
-    assert_gone,
-    command,
-    finish,
-    metrics_of,
-    run,
-    start_and_wait_for_step,
-)
+from runs import STRADDLING_MAZE, assert_gone, command, finish, metrics_of, run, start_until_step
 
 from tasks import maze
 
@@ -116,7 +108,7 @@ def test_the_gsm8k_recipe_starts_sglang(on_cpu: None, tiny_model_dir: Path, tmp_
     for part in ("rank 0", "sglang_cpu/launch.py", "proxy", "GiB"):
         assert part in plan
     assert not (tmp_path / "e").exists()
-    process, pids = start_and_wait_for_step(tmp_path, *whole[3:])
+    process, pids = start_until_step(tmp_path, *whole[3:])
     output = rest_of(process, 300)
     assert process.returncode == 0, output[-3000:]
     check_three_steps(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import runs
 from conftest import rest_of
-from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
+from runs import SMALL_GUESS, assert_gone, command, finish, start_until_step, wait_gone
 
 from run.config import ConfigError, load
 from run.start import Run, revision
@@ -113,7 +113,7 @@ FORKS = ["workflow=sick_agents.ForkingAgent"]
 def test_ctrl_c(tmp_path: Path, words: list[str]) -> None:
     """Ctrl-C ends a run at once, with exit code 130 and the command that goes on; no process is
     left, not even an agent's."""
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
+    process, pids = start_until_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
     assert {"inference.tiny.server", "proxy"} <= set(pids)
     assert len([name for name in pids if "workers.serve" in name]) in ((1, 2) if words else (0,))
     runs.check_metrics(runs.metrics_of(tmp_path)[:1], eta=2)
@@ -144,7 +144,7 @@ def test_a_run_that_is_ended_leaves_no_process(
 ) -> None:
     """Even `kill -9` of train.py ends servers, proxies and the agents' processes, whatever an agent
     has forked."""
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
+    process, pids = start_until_step(tmp_path, *SMALL_GUESS, *words, "max_steps=10000")
     process.send_signal(number)
     rest_of(process, 60)
     assert process.returncode == (143 if number == signal.SIGTERM else -9)
@@ -156,7 +156,7 @@ def test_a_run_that_is_ended_leaves_no_process(
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) -> None:
     """The run names the process and the end of its log, and the command that goes on."""
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
+    process, pids = start_until_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 60)
     assert process.returncode == 1, output
