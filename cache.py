@@ -7,17 +7,17 @@ The agent sends the whole conversation with every call, so a later call repeats 
                                    +- user' - [C] assistant
 
 **The tree is a dict**, `_conversations`. A finished interaction is stored under the digest of its
-conversation: its messages and its output. A new call looks up the digest of every prefix of its
-messages. The longest prefix found is the parent's conversation, so B and C find their parent A.
-Messages are compared in `canonical` form (calls/messages.py), because clients rewrite the JSON of
-earlier messages.
+conversation (messages and output). A new call looks up the digest of every prefix of its messages.
+The longest prefix found is the parent's conversation, so B and C find their parent A. Messages are
+compared in `canonical` form (calls/messages.py), because clients rewrite the JSON of earlier
+messages.
 
 **Rewards** r(i) become final rewards R(i), from the last call to the first:
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
 
-A call has read the answer that it continues: B and C have read A. It has also read answers that it
-copies into a new message, such as a summary of the history, and answers that its header names.
+A call has read the answer that it continues: B and C have read A. A call has also read the answers
+that its new messages copy (such as a summary of the history), and those that its header names.
 calls/sessions.py finds these links, and side conversations, such as a request for a title. With
 gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1.
 
@@ -30,8 +30,8 @@ row of its own. In "concat", each leaf of the tree and the turns that led to it 
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
 A turn joins its parent's row only if its prompt begins with the parent's prompt and answer, token
-for token. If several rows share a turn, only one of them trains the turn's tokens, with the turn's
-own final reward.
+for token. Each turn is trained with its own final reward. If several rows share a turn, only the
+first of these rows trains it.
 """
 
 import copy
@@ -76,7 +76,7 @@ class InteractionWithTokenLogpReward:
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by a session:
     first_digest: int = 0  # of this call's first message
-    # the digests of all first messages that begin no side conversation
+    # the digests of the first messages of the agent's own conversations
     agent_digests: set[int] = field(default_factory=set)
     # set by an export: pairs (turn, whether this row trains it)
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class InteractionWithTokenLogpReward:
         return reply.get("object") and kinds[reply["object"]].construct(**reply)
 
     def to_lists(self) -> dict[str, Any]:
-        """Return the row. Each key has one number, or one for each token."""
+        """Return the row: for each key one number, or one per token."""
         return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
@@ -211,7 +211,6 @@ class InteractionCache(dict[str, Interaction]):
         return found
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward the call that `find` returns for this id."""
         self.find(interaction_id, "reward").reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
@@ -219,9 +218,9 @@ class InteractionCache(dict[str, Interaction]):
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace every reward r(i) by the final R(i). A call that continues i always counts in the
-        mean. A call that copies or names i's answer counts only if it leads to a reward, because a
-        client may have made it for its own purposes. Raises Refusal for a wrong discount, and
-        RuntimeError if the rewards are already final."""
+        mean. A call that copies or names i's answer counts only if this call or one of its readers
+        was rewarded, because a client may have made it for its own purposes. Raises Refusal for a
+        wrong discount, and RuntimeError if the rewards are already final."""
         gamma = finite(turn_discount, "discount")
         if not 0 <= gamma <= 1:
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
@@ -261,8 +260,8 @@ def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
     """Return one row for each leaf: a copy of the leaf, with the row's turns in `row_turns`. If
-    several rows share a turn, only the first of these rows trains it. A row's `parent` is the row
-    that trains the parent of its first trained turn, or None if this turn has no parent."""
+    the first turn that a row trains has a parent, the row that trains this parent becomes the row's
+    `parent`."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []
@@ -282,7 +281,6 @@ def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
 
 
 def extends_parent(turn: Interaction) -> bool:
-    """Return whether the prompt begins with exactly the parent's tokens."""
     assert turn.parent is not None
     before = turn.parent.tokens.input_tokens + turn.parent.tokens.output_tokens
     return turn.tokens.input_tokens[: len(before)] == before
@@ -302,9 +300,9 @@ NOT_SAMPLED = {
 def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
     """Return the row of a conversation, as in the table of rollout/trajectory.py.
 
-    `turns` has pairs (turn, whether this row trains it). A turn stays in the row, but is left out
-    of the loss, if it is a side conversation without a reward or if the trainer cannot reproduce
-    its sampling.
+    `turns` has pairs (turn, whether this row trains it). Two kinds of turns stay in the row, but
+    not in the loss: unrewarded side conversations, and turns whose sampling the trainer cannot
+    reproduce.
     """
     leaf = turns[-1][0]
     last = leaf.tokens

@@ -10,24 +10,24 @@ version of the weights that computed it:
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3    under the weights that sampled the token
     output_versions   3     3     3     4     4     4      the update came after token c
 
-The loss needs no special case for such a completion, because it weights every token by that token's
-own log-probability (ppo.py). A run has two engines: one in the proxy generates for agents, and one
-in the trainer controls the servers and generates only for workflows without an agent.
+The loss needs no special case for mixed versions, because it weights every token by that token's
+own log-probability (ppo.py). A run has two engines. The proxy's engine generates for agents. The
+trainer's engine controls the servers, and generates only for workflows without an agent.
 
 `agenerate` builds a completion from **segments**: a segment is the answer to one POST /generate.
 The pause mode says how an update interrupts the servers:
 
 - `retract` (default): a server keeps a request's tokens but drops their KV cache, which the old
-  weights computed. After the update it recomputes the cache and continues. The engine gets one
-  segment, which names the version of every token.
+  weights computed. After the update, the server recomputes the cache and continues. The engine gets
+  one segment, which names the version of every token.
 - `abort`: the server returns the tokens so far. The engine sends the prompt and these tokens again,
   and the new request waits at the server until the update is over.
 
 **Versions come from the server's answer**, because the engine's own version may change while a
-request runs. SGLang before 0.5.19 reports only the version at the end of a segment. If a server
-is that old, the engine uses `abort`, so that all tokens of a segment have one version.
+request runs. SGLang before 0.5.19 reports only the version at the end of a segment, so the engine
+then uses `abort`, which gives all tokens of a segment one version.
 
-**Hooks** run before and after every segment. extras/replay.py uses them to record and repeat a run.
+**Hooks** let extras/replay.py record and repeat a run.
 
 **Limits** of `abort`: a stop string that spans two segments is not found, and a penalty for
 repeated tokens counts only the current segment's tokens. **Failures**: if a server fails, the
@@ -63,8 +63,8 @@ class Hooks:
     """Methods that the engine calls around every segment."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have after this segment, counting all
-        segments. An override may wait, or raise EngineError to refuse the segment."""
+        """Return how many output tokens the completion may have in total after this segment. An
+        override may wait, or raise EngineError to refuse the segment."""
         return req.gconfig.max_new_tokens
 
     def after_segment(
@@ -93,8 +93,8 @@ class RemoteInfEngine:
         self.servers = Servers(self.addresses, self.key, self.session)
         self.context_length: Any = math.inf  # limit of prompt plus completion
         self.proxy: Any = None  # a ProxyAddress; `set_version` sends the proxy every version
-        # The dispatcher starts the rollouts. rollout/executor.py sets this field, and gives the
-        # engine the methods submit, wait, wait_for_task, rollout_batch and prepare_batch.
+        # The dispatcher starts the rollouts. rollout/executor.py sets this field, and adds methods
+        # such as `prepare_batch` to the engine.
         self.dispatcher: Any = None
         self._version = 0
         self._paused = False
@@ -106,7 +106,7 @@ class RemoteInfEngine:
 
         Raises EngineError: status 400 for a wrong request, 502 or 503 if the last retry failed.
         """
-        # 1. The completion collects the tokens of all segments.
+        # 1. `response` collects the tokens of all segments.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         response = ModelResponse(
@@ -137,7 +137,7 @@ class RemoteInfEngine:
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Ask the group's preferred server for the next segment and, if it fails, the others."""
+        """Ask the group's preferred server for the next segment. If it fails, ask the others."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -153,12 +153,10 @@ class RemoteInfEngine:
     async def _generate_segment(
         self, server: str, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Send one POST /generate, and check the answer."""
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
-        # A request's id begins with its episode ("7-3" for call "7-3.1"), by which the small server
-        # lets episodes take turns. A random suffix makes the id unique, so that an abort ends only
-        # this request.
+        # A request's id begins with its episode ("7-3" for call "7-3.1"), because the small server
+        # lets episodes take turns. With a random suffix, an abort ends only this request.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)
@@ -192,8 +190,7 @@ class RemoteInfEngine:
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Read the servers' limits, and test every server with one token. Raises EngineError if an
-        answer lacks logprobs or a numeric version. The arguments, which AReaL's `initialize` has,
-        are ignored."""
+        answer lacks logprobs or a numeric version. Ignores AReaL's arguments."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
@@ -236,14 +233,12 @@ class RemoteInfEngine:
         return self._version
 
     def resume(self) -> None:
-        """Let the servers continue, and start new rollouts again."""
         self.servers.post_all("/continue_generation", {})
         self._paused = False
         if self.dispatcher is not None:
             self.dispatcher.resume()
 
     def destroy(self) -> None:
-        """Let paused servers continue, and end the dispatcher."""
         if self._paused:
             self._paused = False
             with suppress(EngineError):

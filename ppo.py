@@ -16,7 +16,7 @@ With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1
 
 If a token's w exceeds `behave_imp_weight_cap`, its term in J is 0, but the mean still counts the
 token. This cap limits the variance of the gradient, but adds a bias. The clip limits what a token
-can gain, but not what it can lose: if A < 0 and u is large, the minimum in J is u A, so one token
+can gain, but not what it can lose. If A < 0 and u is large, the minimum in J is u A, so one token
 can dominate the step. With `c_clip` (dual clip), this minimum is at least c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
@@ -62,11 +62,11 @@ def ppo_actor_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss -J and its metrics. All per-token tensors have one shape, (B, T) or flat.
 
-    `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. Standard PPO
-    has one old policy, so its `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are
-    ignored, even NaN. `denominator` is the number of trained tokens in the whole mini-batch, so the
-    losses of all pieces add up to the loss of the mini-batch. `sequence_ids`, the row of each
-    token, is for the variants in extras/losses.py.
+    `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. In standard
+    PPO, `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are ignored, even NaN.
+    `denominator` is the number of trained tokens in the whole mini-batch, so the losses of its
+    pieces add up to its loss. `sequence_ids`, the row of each token, is for the variants in
+    extras/losses.py.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)
@@ -95,8 +95,8 @@ def ppo_actor_loss_fn(
 
 
 def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row and the turn id of each trained turn, (N,), and the index of each trained
-    token's turn, (M,). Tokens are in the order of the batch, row after row."""
+    """Return three tensors: the row (N,) and the turn id (N,) of each trained turn, and the index
+    (M,) of each trained token's turn. Tokens are in the order of the batch, row after row."""
     trained = batch["loss_mask"] > 0  # (B, T)
     key = trained.nonzero()[:, 0] * 2**32 + batch["turn_ids"][trained]  # (M,)
     turns, turn_of = torch.unique_consecutive(key, return_inverse=True)
@@ -104,7 +104,7 @@ def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def find_cells(level: str, groups: Tensor, turn_ids: Tensor) -> Tensor:
-    """Return the index of each turn's cell, (N,). A turn is compared with the turns in its cell."""
+    """Return the index of each turn's cell, (N,)."""
     group = groups if level == "group" else torch.zeros_like(groups)
     return torch.unique(torch.stack([group, turn_ids]), dim=1, return_inverse=True)[1]
 

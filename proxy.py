@@ -12,13 +12,13 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
 
 1. calls/messages.py reads three messages and a temperature, and calls/turn.py enters the call in
    the tree of cache.py, as a child of the first call.
-2. calls/prompts.py takes over the tokens of the first call unchanged, and renders only what
-   follows: \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
+2. calls/prompts.py keeps the tokens of the first call, and renders only what follows:
+   \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
 3. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
    the reply.
 
-**Addresses.** An agent needs only its session's URL, with or without `/v1`, or the session's id as
-its API key. Paths marked (admin) need the admin key:
+**Addresses.** An agent needs either its session's URL, with or without `/v1`, or the session's id
+as its API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)              let one more session start
     POST /rl/start_session (admin)            {task_id, sampling, compaction}: use a grant
@@ -67,8 +67,6 @@ LONG = 2**14  # bytes of a session's bodies; below this, tokenising a prompt tak
 
 
 class ProxyAddress(NamedTuple):
-    """The address of the run's proxy, and its key."""
-
     proxy_addr: str
     admin_key: str
 
@@ -94,12 +92,11 @@ class Proxy:
     # ---- start a session
 
     def grant_capacity(self, body: Json) -> Json:
-        """Allow one more session to start."""
         self.capacity += 1
         return {"capacity": self.capacity}
 
     def start_session(self, body: Json) -> Json:
-        """Start a session, and use up a grant. If no session starts, the grant is kept."""
+        """Start a session, and use up a grant. A refused request uses up none."""
         if not isinstance(task_id := body.get("task_id"), str | int):
             raise Refusal("task_id: a string is needed")
         sampling = get(body, "sampling", dict, {})
@@ -173,7 +170,7 @@ class Proxy:
         turn.writer.input_len = len(prompt)
         request = self.model_request(turn, prompt)
         response = await self.engine.agenerate(request)
-        # The text keeps special tokens for a configured parser, which may look for them as marks.
+        # A configured parser may look for special tokens, so the text keeps them.
         tokens = response.output_tokens
         keep_special = self.parser is not split_calls
         text = read_text(self.tokenizer, tokens, request.gconfig, begun, keep_special)

@@ -1,9 +1,9 @@
 """The staleness gate: how many prompt groups may start, and how old they can get.
 
 A group starts under one policy version, and a step consumes it at the same or a later one. The
-**lag** of a token is the version of its step minus the version that sampled the token. The **age**
-of a group is the lag of its oldest trained token, whose version is the group's `head_version`. No
-age may exceed eta (`max_head_offpolicyness`). With eta = 0, training is synchronous.
+**lag** of a token is its step's version minus the version that sampled it. The **age** of a group
+is the lag of its oldest trained token, and `head_version` is that token's version. No age may
+exceed eta (`max_head_offpolicyness`). With eta = 0, training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places, and a group
 starts only while one is free. Every running group holds a place, and so does every group accepted
@@ -17,21 +17,21 @@ since the run began:
                       version 1, 6 places   groups 5 6 start       step 2 takes 3 4, of age 1
 
 **The gate alone does not bound the age.** If steps took the groups that finish first, a slow group
-would grow old. In tests/test_staleness.py, with eta = 1 and B = 2, such a group reaches age 5. To
-bound the age, rollout/dispatcher.py applies a second rule, which `rollout.stale` names:
+would grow old: in tests/test_staleness.py, with eta = 1 and B = 2, one reaches age 5. So
+rollout/dispatcher.py applies a second rule, which `rollout.stale` names:
 
 - **wait** (default) takes the groups that started first. *Proof* that no age exceeds eta: number
   the groups that keep their places, in order of start. When group p starts, at version s, groups 1
   to p hold places, so p <= (eta + s + 1) B. Step k runs at version k - 1, so step ceil(p / B) takes
   p at version ceil(p / B) - 1 <= eta + s. No token of p is older than s (inference/servers.py).
 - **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
-  tokens with a lag above eta from the loss, and drops a group if no trained token remains. But the
-  tokens of the version f at which a group ends are never too old. *Proof:* number the groups in
+  tokens with a lag above eta from the loss, and drops a group if no trained token remains. If a
+  group ends at version f, its tokens of version f are never too old. *Proof:* number the groups in
   order of finish. As for `wait`, p <= (eta + f + 1) B, so a step takes group p by version eta + f.
 - **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 
-The proofs assume that every step consumes B groups, and that versions never fall. Otherwise the age
-check may raise StalenessError, to keep a step from training on a group that is too old.
+The proofs assume that every step consumes B groups, and that versions never fall. Otherwise a group
+can be too old, and the age check raises StalenessError.
 """
 
 from dataclasses import dataclass, field, replace
@@ -82,7 +82,7 @@ class StalenessManager:
         return min(self.max_concurrent_rollouts - stat.running, free)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) B, the number of prompts that should wait for their start."""
+        """Return how many prompts should wait at the gate: (eta + 1) B."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -93,8 +93,8 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. `head_version` is None if no token is
-        trained.
+        """Return whether a group may be consumed now. `head_version` is None if the group has no
+        trained token.
 
         Raises StalenessError if `head_version` is newer than the policy.
         """
@@ -119,8 +119,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Count a group that starts; the name is AReaL's. Call this only while get_capacity is
-        positive."""
+        """Count a group that starts. Call this only while get_capacity is positive."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:

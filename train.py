@@ -65,8 +65,7 @@ from training.metrics import describe_batch, logp_mismatch
 from training.ranks import share
 from workflow import RolloutWorkflow
 
-# An episode returns tensors by name, an agent's calls by completion id (cache.py), or None, which
-# rejects the episode.
+# An episode returns tensors by name, an agent's calls by completion id, or None (workflow.py).
 Episode = dict[str, Tensor | Interaction] | None
 
 
@@ -76,7 +75,7 @@ def start_rollout(run: Run) -> None:
 
     # 1. The engine asks the inference servers for tokens, and gives them new weights.
     run.wait_until_ready()
-    named = run.call("hooks", run)  # maps the class path of each callback's hook to its arguments
+    named = run.call("hooks", run)  # class paths of the callbacks' hooks -> their arguments
     hooks = make_named(named)
     engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
     if rollout.server_addrs and config.mode == "train":
@@ -122,8 +121,6 @@ def start_trainer(run: Run) -> None:
 
 
 class PPOTrainer:
-    """Train a model as the configuration says: `PPOTrainer(config).train(workflow=...)`."""
-
     def __init__(self, config: TrainConfig, run: Run | None = None) -> None:
         self.run = run or Run(config)
         self.config = self.run.config
@@ -181,9 +178,9 @@ class PPOTrainer:
         version = step - 1
         clock = Clock()
 
-        # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks. The actor
-        #    asks the engine, which asks the executor (rollout/executor.py), which asks the
-        #    dispatcher. No trained token is more than eta versions old. The shapes:
+        # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks. The
+        #    request passes through actor, engine, executor (rollout/executor.py) and dispatcher.
+        #    No trained token is more than eta versions old. The shapes:
         #        input_ids, loss_mask, versions, turn_ids               (rows, T) int32
         #        logprobs (log pi_behav), turn_rewards, temperatures    (rows, T) float32
         #        rewards, group_ids                                     (rows,)

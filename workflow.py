@@ -18,13 +18,13 @@ episode's state in local variables. All episodes also share one event loop, so a
 (time.sleep, a synchronous client) delays every episode. In mode subproc each running episode has a
 process to itself, so the agent may block, but it must be picklable.
 
-**Groups.** The members of a group run at the same time, each with its own copy of the sample. For
-example, if one of four members raises, one returns None and two make a row each, the group has two
+**Groups.** The members of a group run at the same time, each with its own copy of the sample.
+Example: of four members one raises, one returns None and two make a row each, so the group has two
 rows. If all members raise, the group raises.
 
 **Seeds.** A request's sampling seed is a hash of the run's seed, the episode's name (task and
-member) and the number of the call in its session. If the agent sends a seed, this seed takes the
-place of the run's seed in the hash.
+member) and the number of the call in its session. An agent's own seed replaces the run's seed in
+the hash.
 """
 
 import asyncio
@@ -90,7 +90,6 @@ class RolloutWorkflow:
     """A subclass overrides `arun_episode`, or its older form `_run_one_episode`."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        """Run one episode on one sample."""
         result = await self._run_one_episode(engine, data, _context.get().name)
         return result[0] if isinstance(result, tuple) else result
 
@@ -113,8 +112,8 @@ def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
 class RLVRWorkflow(RolloutWorkflow):
     """Sample one completion for the chat data["messages"].
 
-    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns the completion's
-    reward. `reward_fn` is a function, a coroutine function or "module.function".
+    The reward is `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`, where
+    `reward_fn` is a function, a coroutine function or "module.function".
     """
 
     reward_fn: Callable[..., Any] | str
@@ -186,7 +185,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     subproc_max_workers: int = 4
     discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
     compaction: str = "link"  # or cut
-    export_style: str = "individual"  # a row per turn; or concat (run/config.py), a row per leaf
+    export_style: str = "individual"  # a row per turn; concat (run/config.py): a row per leaf
     episode_timeout_seconds: float = 3600.0
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 
@@ -278,7 +277,7 @@ def resolve_workflow(
 ) -> Any:
     """Make a workflow from an agent or a workflow, given as an object, a class or a path.
 
-    `proxy` holds the arguments of OpenAIProxyWorkflow; without `proxy` an agent is returned as it
+    `proxy` holds the arguments of OpenAIProxyWorkflow. Without `proxy` an agent is returned as it
     is. `defaults` holds gconfig and tokenizer, for a workflow class that takes them.
     """
     resolved = import_name(workflow)

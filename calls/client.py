@@ -7,9 +7,9 @@
         await client.set_last_reward(reward)
     interactions = await client.export_interactions(discount=0.9, style="concat")
 
-After an exception in the block, the client asks the proxy to forget the session. Even if this
-request fails, the caller gets the original exception. The client never repeats a request, because a
-lost connection means that the proxy has ended and its sessions are gone.
+After an exception in the `async with` block, the client asks the proxy to forget the session. Even
+if this request fails, the caller gets the original exception. The client never repeats a request,
+because a lost connection means that the proxy has ended, and its sessions with it.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# All episodes that use the same proxy share one client of it.
+# Episodes that use the same proxy share one client.
 proxy_at = functools.cache(Servers)
 agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
 
 class OpenAIProxyClient:
-    """A client for one session at `proxy`. The request that starts the session includes `options`.
-    A failed request raises EngineError."""
+    """The client of one session at `proxy`. `options` are sent when the session starts. A failed
+    request raises EngineError."""
 
     def __init__(self, proxy: Servers, task_id: str, **options: Any) -> None:
         self._proxy = proxy

@@ -7,10 +7,10 @@ the tree (cache.py) read:
      [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-**Three protocols.** A conversation is a list of items: messages, whose content is a text or a list
-of blocks, and in the Responses protocol also calls and results. Each block or item becomes a small
-message, and the small messages of a reply are joined. Reasoning is dropped, except
-`reasoning_content`, which templates may read. Most other fields differ only in their names.
+**Three protocols.** A conversation is a list of items. Items are messages, whose content is a text
+or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or item
+becomes a small message, and the small messages of a reply are joined. Reasoning is dropped, except
+`reasoning_content`, which templates may read. Most other fields differ only in name.
 
 **Equal messages.** A client may send an earlier reply again with null for "", a list of parts for a
 string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
@@ -104,7 +104,7 @@ def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequ
     return AgentRequest(
         messages,
         model=get(body, "model", str) or "default",
-        # A grammar would allow no call of a tool.
+        # A schema's grammar would rule out tool calls.
         sampling=_sampling(body) | (form if not tools or choice == "none" else {}),
         tools=tools,
         tool_choice=choice,
@@ -115,12 +115,10 @@ def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequ
 
 
 def _first(body: Json, paths: tuple[str, ...]) -> Json | None:
-    """Return the first non-empty object at one of the paths, or None."""
     return next(filter(None, (get(body, path, dict) for path in paths)), None)
 
 
 def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
-    """Yield each object of the list `name`, with its path."""
     for i, raw in enumerate(get(body, name, list, [])):
         where = f"{name}[{i}]"
         yield as_object(raw, where), where
@@ -154,8 +152,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last: Message = messages[-1] if messages else {"role": ""}
-            # Pieces of one item with equal roles are joined, unless they are results. Two assistant
-            # items in a row are joined if the second is a call or the first is empty.
+            # An item's pieces of equal role are joined, except results. Two assistant items in a
+            # row are joined if the second is a call or the first is empty.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":
@@ -171,8 +169,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """Yield a small message for each block and each call of an item. The content of such a message
-    is a list with its text, or an empty list if it has none. A result is not split."""
+    """Yield a small message for each block and each call of an item. A small message's content is a
+    list with its text, or an empty list. A result is not split."""
     role, content = item.get("role"), item.get("content") or item.get("refusal") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
@@ -243,7 +241,7 @@ def _referred(reference: Json, find: Find) -> Json:
 
 
 def _sampling(body: Json) -> Json:
-    """The body's sampling parameters as fields of CallParameters, which checks them."""
+    """Return the body's sampling parameters as checked fields of CallParameters."""
     sampling: Json = {}
     for name, key in SAMPLING.items():
         value = body.get(name)

@@ -9,20 +9,20 @@ where the tail is what the chat template writes between the parent's answer and 
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-We render the stub [user "x", assistant SENTINEL] and the new messages; the tail is the text after
-SENTINEL. An end mark that the output already has is not repeated. No answer is rendered again, so
-the template cannot strip an answer's reasoning, and we train on the conversation as one sequence.
+We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
+SENTINEL, without an end mark that the output already has. No answer is rendered again, so the
+template cannot strip an answer's reasoning, and we train on the conversation as one sequence.
 
-Such a prompt is right only if the tail depends on nothing but the new messages. `PromptBuilder`
-tests this twice: with a user's message, and with a tool's result, which some templates write into
-the call. If the first test fails, every prompt is rendered whole. If only the second fails, prompts
-with new results are rendered whole. A turn that changes the tools is always rendered whole.
+The tail may be used only if it depends on the new messages alone. `PromptBuilder` tests this twice:
+with a user's message, and with a tool's result, which some templates write into the call. If the
+first test fails, every prompt is rendered whole. If only the second fails, prompts with new results
+are rendered whole. A turn that changes the tools is always rendered whole.
 
-If a template refuses a conversation, or drops a text, `stricter` gives it the same texts in other
-forms, such as one system message instead of two. If it accepts no form, the call is refused.
+A template may refuse a conversation, or drop a text. Then `stricter` offers it the same texts in
+other forms, such as one system message instead of two. If it accepts none, the call is refused.
 
 A tool's result that holds the text of a control token, such as <|im_end|>, could forge a turn. So
-BREAK splits the texts of control tokens in tools, and in messages that no assistant wrote.
+`_disarm` puts BREAK into the texts of control tokens, except in what an assistant wrote.
 """
 
 import functools
@@ -63,14 +63,11 @@ class PromptBuilder:
         messages = self._way(STUB[1], {"role": "user", "content": "new"})
         results = self._way(CALLED, RESULT)
         self.ways = f"new messages {messages}, results of tools {results}"
-        # The parent's tokens are kept if `splices` is true. If a tool's result is among the new
-        # messages, `splices_results` must be true, too.
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
         """Say in words, for `ways`, how the template renders messages like `new` after an answer.
-        SPLICED means that the text of `new` is the same after any history, so that it can follow
-        the sampled tokens."""
+        SPLICED means that the text of `new` is the same after any history."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:
@@ -97,9 +94,9 @@ class PromptBuilder:
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
-        """Return the prompt and output of `turn`, and the tail that the template writes for `new`.
-        If the output already has an end mark, the tail does not repeat it. Raises Refusal if the
-        template refuses `new` after STUB, or drops a text."""
+        """Return the prompt and output of `turn`, and the tail for the messages `new`, without an
+        end mark that the output already has. Raises Refusal if the template refuses `new` after
+        STUB, or drops a text."""
         sampled = turn.output_tokens
         tail = self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
@@ -133,8 +130,6 @@ class PromptBuilder:
         raise Refusal(f"messages: the chat template refuses them: {refusals[0]}")
 
     def _disarm(self, things: list[Any]) -> list[Any]:
-        """Split control tokens in tools, and in messages that no assistant wrote."""
-
         def broken(control: re.Match) -> str:
             return BREAK.join(re.findall(r"\\u....|\\?.", control[0]))  # between characters of JSON
 
@@ -149,9 +144,8 @@ class PromptBuilder:
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
-        # Unless the tokenizer's settings were changed, we use its Rust part, which takes half the
-        # time of `encode` for a short text. `encode_batch_fast` computes no offsets, but takes only
-        # batches, so we pass a batch of one text.
+        # For a short text, the tokenizer's Rust part takes half the time of `encode`. We use it
+        # unless the tokenizer's settings were changed. `encode_batch_fast` takes only batches.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids

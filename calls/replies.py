@@ -1,9 +1,9 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
-rebuilds the body. No text is streamed while the model writes: a stream begins with `opening`, and
-until the answer is complete, `progress` is sent every few seconds, because clients time out if they
-get nothing or only comments. The columns show what `opening`, `progress` and `stream` send:
+rebuilds the body. No text is streamed while the model writes. A stream begins with `opening`. Until
+the answer is complete, `progress` follows every few seconds, because clients time out if they get
+nothing or only comments. The columns show what `opening`, `progress` and `stream` send:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
@@ -15,8 +15,7 @@ msg_<x>. Only chat completions show the model's reasoning, because the vendors h
 the other two protocols.
 
 Clients are strict: they need the fields role, index, usage and created_at, and accept no null,
-except as `content` beside tool calls. Anthropic's events need an `event:` line. Replies of the
-Responses protocol always report empty annotations and 0 cached tokens.
+except as `content` beside tool calls. Anthropic's events need an `event:` line.
 """
 
 import json

@@ -11,16 +11,15 @@ kept in memory and exported in one reply, so their number and their size are lim
 
 **Links.** A call's reward also reaches the answers that the call has read (cache.py). A call has
 read the answer that it continues. But a summary may replace a long history, and a sub-agent may
-write a report for another agent. So a call has also read the answers that its new messages contain
-whole, and the answers of the calls that its header x-pocket-areal-reads names (`Session._link`).
+write a report for another agent. So a call has also read the answers that stand whole in its new
+messages, and those of the calls that its header x-pocket-areal-reads names (`Session._link`).
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Calls
 with the same first message are judged together: they are side conversations only if all of them
-look like one. So a call with a child is not a side conversation, because the child has the same
-first message, but also a parent. If every call of a session looks like a side conversation, none
-counts as one.
+look like one. A call with a child is not a side conversation, because the child has the same first
+message and a parent. If every call of a session looks like a side conversation, none counts as one.
 """
 
 import functools
@@ -57,7 +56,7 @@ class Session:
     ended: bool = False
     # for links: finished call without a finished child -> its `needle`
     leaves: dict[Any, str] = field(default_factory=dict)
-    # for side conversations: the digests of first messages that begin no side conversation
+    # the digests of the first messages of the agent's own conversations
     agent_digests: set[int] = field(default_factory=set)
 
     def check_open(self) -> None:
@@ -79,7 +78,7 @@ class Session:
     def end(self) -> None:
         """Refuse new calls, and stop the running ones."""
         self.ended = True
-        self.turns.clear()  # breaks a cycle, which would wait for the garbage collector
+        self.turns.clear()  # breaks a cycle, so that memory is freed at once
         for turn in self.running:
             turn.fail()
 
@@ -104,9 +103,9 @@ class Session:
             self.agent_digests.add(call.first_digest)
 
     def _link(self, call: Interaction, named: list[Interaction]) -> None:
-        """Find which calls `call` has read besides its parent: those `named` in its header, and
-        those without a finished child whose answers stand in its new messages (`count_shared` says
-        which do not count). If one of these calls has read another, only the reader is kept.
+        """Find the calls that `call` has read besides its parent: those `named` in its header, and
+        the `leaves` whose answers stand in its new messages. `count_shared` says which new messages
+        do not count. If one of the found calls has read another, only the reader is kept.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
@@ -149,8 +148,8 @@ def looks_like_side(call: Interaction) -> bool:
 
 
 def count_shared(new: list[Message], old: list[Message]) -> int:
-    """Return with how many equal messages both lists begin. What stands there in a call's own
-    prompt does not show that its answer was read."""
+    """Return how many messages at the beginning are equal. The older call's prompt had them, too,
+    so they do not show that its answer was read."""
     equal = (a == b or canonical(a) == canonical(b) for a, b in zip(new, old))
     return sum(itertools.takewhile(bool, equal))
 

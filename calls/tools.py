@@ -7,8 +7,8 @@ By default the model must write as Qwen and Hermes do:
 The text between the <tool_call> marks is a call if it is JSON that names an offered tool.
 Arguments, if any, must be an object, under the key `arguments` or `parameters`. The JSON is decoded
 from its beginning, so a mark inside one of its strings does not end the call. Everything else stays
-text, so the agent sees a wrong call as the model wrote it. White space around the reasoning and
-before a call is dropped. If there is a call, white space at the end of the text is dropped, too.
+text, so the agent sees a wrong call as the model wrote it. White space is dropped around the
+reasoning, before a call, and at the end of a text with calls.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
@@ -50,9 +50,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool) -> tuple[str, str]:
-    """Return the reasoning, and the text after it. If an answer has `ended` and its reasoning is
-    not closed, the model has skipped the reasoning that the prompt began, and the whole answer
-    counts as text."""
+    """Return the reasoning, and the text after it. If the answer has `ended` but its <think> is
+    open, all of it counts as text: the model has skipped the reasoning that the prompt began."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -114,8 +113,8 @@ def read_answer(
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
     """Return the first words of a forced call, or "" if no call is forced. For a tool f, they are
     '<tool_call>\\n{"name": "f", "arguments": '. If the model may choose among several tools, they
-    end before the tool's name. If the prompt ends with <think>, `begun` is <think>, and the words
-    begin by closing it."""
+    end before the tool's name. If the prompt ends with <think> (`begun`), the words close it
+    first."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:

@@ -10,10 +10,10 @@ So an agent that has read a reply can at once continue or reward the call.
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
 SDKs count retries in the header x-stainless-retry-count. Without this header, or with 0 in it, a
-request is always a new call. A retry joins the newest call with the same body: if that call is
-still running, both requests get its reply; if it has finished, its reply must have been lost and is
-sent again. If it failed, nobody has read any of its answer, so the retry becomes a new call. If a
-client makes equal calls on purpose, the retry of an older call may get the newest call's reply.
+request is always a new call. A retry joins the newest call with the same body. While that call
+runs, both requests wait for its reply. A finished call's reply must have been lost, so it is sent
+again. Nobody has read a failed call's answer, so the retry becomes a new call. If a client makes
+equal calls on purpose, the retry of an older call may get the newest call's reply.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. The HTTP status is sent with the first event, so a call
@@ -125,8 +125,8 @@ class Turn:
             return self.result()
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield b"" when the answer is there, or after PROGRESS_SECONDS, and then the events. An
-        error before b"" is raised, and gets an HTTP status; a later one is sent as an event."""
+        """Yield b"" when the answer is there or PROGRESS_SECONDS have passed, then the events. An
+        error before b"" is raised, and gets an HTTP status. A later one is sent as an event."""
         numbers = itertools.count()
 
         def written(*events: Json) -> bytes:

@@ -1,16 +1,17 @@
 """Draw the figures of the pages, docs/*.svg, from numbers that the repository keeps.
 
-    `python docs/figures.py` draws every figure again. With `--run RUN` it first reads the times of
-    a run's first steps, and with `--answers RUN` answers that weight updates interrupted.
+`python docs/figures.py` draws every figure again. With an option, it first reads new numbers into
+docs/figures.json:
 
-RUN is the folder of a finished run of configs/maze.yaml. docs/figures.json keeps the numbers that
-were read from it. The figures:
+    front.svg        --run RUN                 times of a run's first steps
+    straddle.svg     --answers RUN             answers that weight updates interrupted
+    tool.svg         --tool runs/seeds/tool    the folder of bench/seeds.py
+    credit.svg       --credit FOLDER           with runs called gamma0-seed1 and so on
+    compare.svg                                measured by bench/compare.py
+    timelines.svg                              two runs that bench/simulate.py simulates
+    rewards.svg                                rewards that cache.py computes
 
-    `front.svg`, `straddle.svg`, `compare.svg` (measured by bench/compare.py), `tool.svg` (`--tool
-    runs/seeds/tool`, the folder of bench/seeds.py) and `credit.svg` (`--credit FOLDER`, with runs
-    called gamma0-seed1 and so on) show numbers from docs/figures.json. `timelines.svg` shows two
-    runs that bench/simulate.py simulates with the measured times of a finished run. `rewards.svg`
-    shows rewards that the InteractionCache of cache.py computes.
+RUN is the folder of a finished run of configs/maze.yaml.
 """
 
 import csv
@@ -42,7 +43,6 @@ Parts = list[str]  # SVG elements
 
 
 def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return an SVG picture that contains the SVG elements `parts`."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
     paper = f'<rect class="paper" width="{width}" height="{height:g}"/>'
     return (
@@ -61,7 +61,7 @@ def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Return an SVG element that shows the text `words`. `kind` names its CSS classes."""
+    """Return an SVG text element. `kind` names its CSS classes."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -81,12 +81,8 @@ def colour(version: int) -> str:
 
 
 def read_answers(run: Path, count: int) -> list[list[Any]]:
-    """Return [step, [[version, tokens], ...], reward] for each of `count` answers that weight
-    updates interrupted.
-
-    `tokens` is the number of tokens that a version sampled. The answers are those with the most
-    versions, at most one per step.
-    """
+    """Return the `count` answers with tokens of the most versions, at most one per step, as
+    [step, [[version, number of tokens], ...], reward]."""
     from safetensors.torch import load_file
 
     found = []
@@ -107,12 +103,11 @@ def read_answers(run: Path, count: int) -> list[list[Any]]:
 
 
 def read_run(run: Path, steps: int) -> Run:
-    """Return the times of the first steps of a finished run, in seconds after the start of the
-    first group.
+    """Return the times of a finished run's first steps, in seconds after the first group's start.
 
-    `groups` has [begin, end] of each prompt group. `waits`, `trains` and `updates` have, for each
-    step, [begin, end] of the wait for a batch, the training and the weight update. `trained` has,
-    for each step, {version: number of tokens in the batch that this version sampled}.
+    groups: [begin, end] of each prompt group. waits, trains, updates: [begin, end] of each step's
+    wait for a batch, training and weight update. trained: {version: number of tokens} of each
+    step's batch.
     """
     from safetensors.torch import load_file
 
@@ -171,7 +166,7 @@ def draw_panel(
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
     count = 1 + max(lane for lane, _, _ in placed)
     line = min(22, 176 // count)  # height of a lane
-    base = top + line * count + 8  # y coordinate of the bars of the trainer
+    base = top + line * count + 8  # y coordinate of the trainer's bars
     starts = [0.0, *(end for _, end in run["updates"])]  # the time at which each version begins
     for lane, begin, end in placed:
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
@@ -207,7 +202,6 @@ def draw_panel(
 
 
 def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Parts:
-    """Draw the time axis of a timeline, in seconds."""
     ticks = range(0, int(until) + 1, max(1, round(until / 6)))
     anchors = [
         "start",
@@ -218,9 +212,8 @@ def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Part
 
 
 def draw_front(data: dict[str, Any]) -> str:
-    """Draw the first steps of the asynchronous run in docs/figures.json. The bar of a group has the
-    colours of the policy versions that sampled the group's tokens."""
-    run, until = data["run"], data["run"]["updates"][5][1]  # so no colour means two versions
+    """Draw the first steps of the asynchronous run in docs/figures.json."""
+    run, until = data["run"], data["run"]["updates"][5][1]  # so no two versions share a colour
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
     words = "A bar is a prompt group. Its colour is the policy version that samples."
@@ -454,7 +447,7 @@ def draw_chart(
     value per tick.
 
     The vertical axis runs from 0 to `top`, and larger values are drawn at `top`. `below` labels the
-    horizontal axis, and `beside` labels the vertical axis.
+    horizontal axis, `beside` the vertical axis.
     """
     width, height, left, roof = 640, 380, 44, 52
     right, floor = width - 150, height - 52
@@ -493,7 +486,7 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 
 def draw_all() -> dict[str, str]:
-    """Draw all figures. Return {file name: SVG text}."""
+    """Return {file name: SVG text} of all figures."""
     data = json.loads((DOCS / "figures.json").read_text())
     return {
         "front.svg": draw_front(data),

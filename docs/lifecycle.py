@@ -1,8 +1,7 @@
-"""Print docs/lifecycle.md with the numbers of a new run; with --write, write them into it.
+"""Print docs/lifecycle.md with the numbers of a new run. With --write, write the page instead.
 
-docs/tour.py makes the run. Each ```text block of the page holds numbers of that run; the functions
-in MAKERS make the blocks, in the page's order. The page states the hash of the base model, because
-another one gives other numbers.
+docs/tour.py makes the run. The functions in MAKERS make the page's ```text blocks, in order. The
+page states the hash of the base model, because another base model gives other numbers.
 """
 
 import os
@@ -51,8 +50,7 @@ def gate(tour: Tour) -> list[str]:
 
 
 def request(tour: Tour) -> list[str]:
-    """The prompt of the last turn (the tokens of the parent turn and of the new messages)
-    and its answer."""
+    """The last turn's prompt (the parent turn's tokens and the new messages), and its answer."""
     group, k = tour["group"], tour["longest"]
     words, turns = (
         [tour["words"][i] for i in group["input_ids"][k].tolist()],
@@ -71,7 +69,6 @@ def request(tour: Tour) -> list[str]:
 
 
 def versions(tour: Tour) -> list[str]:
-    """The version and the log-probability of each sampled token of the game."""
     game = tour["game"]
     return [
         tokens(tour),
@@ -117,7 +114,6 @@ def age(tour: Tour) -> list[str]:
 
 
 def policies(tour: Tour) -> list[str]:
-    """The probability of each token under three policies."""
     return [
         tokens(tour),
         *(line(name, tour["game"][key].exp().tolist()) for name, key in POLICIES.items()),
@@ -125,8 +121,7 @@ def policies(tour: Tour) -> list[str]:
 
 
 def advantages(tour: Tour) -> list[str]:
-    """The advantages of the longest game, computed in this function and by the project's
-    code."""
+    """The advantages of the longest game, computed here and by the project's code."""
     lines, every, k = list[str](), returns(tour), tour["longest"]
     code = tour["game"]["advantages"].tolist()
     for t, own in enumerate(every[k]):
@@ -142,7 +137,7 @@ def advantages(tour: Tour) -> list[str]:
 
 
 def loss(tour: Tour) -> list[str]:
-    """The loss of the game's tokens, computed in this function and by the project's code."""
+    """The loss of the game's tokens, computed here and by the project's code."""
     behav, prox, theta, advantages = (
         tour["game"][key].tolist() for key in (*POLICIES.values(), "advantages")
     )
@@ -184,7 +179,6 @@ def fill(page: str, tour: Tour) -> str:
 
 
 def main() -> None:
-    """Run the tour of docs/tour.py, then print or write the page."""
     from tour import take_tour
 
     transformers_logging.set_verbosity_error()

@@ -3,10 +3,10 @@
 The run has eta = 1, one group in a batch, four games in a group and two steps. The tour shows the
 second group, on which step 2 trains.
 
-In an ordinary run the update comes at any moment. Here it always comes after the first turns of the
-second group, because PacedAgent holds groups back. The games of the first group do not end before
-those turns are done. The later turns of the second group wait for the third group, which starts
-after the update. All seeds are fixed, so on one machine every tour shows the same numbers.
+In an ordinary run the update comes at any moment. Here it always comes between the first and later
+turns of the second group, because PacedAgent holds groups back. The first group does not end before
+the second group's first turns. The second group's later turns wait for the third group, which
+starts after the update. The seeds are fixed, so all tours on one machine show the same numbers.
 """
 
 import asyncio
@@ -54,7 +54,6 @@ class PacedAgent:
 
 
 def read_gate(executor: Any) -> dict[str, int]:
-    """The state of the gate: version, places, started groups and capacity."""
     gate, stat = executor.gate, executor.stats
     version, started = gate.version_provider.get_version(), stat.accepted + stat.running
     places = (gate.max_staleness + version + 1) * gate.consumer_batch_size
@@ -85,7 +84,7 @@ def train_two_steps(*words: str) -> dict[str, Any]:
 
 def take_tour() -> dict[str, Any]:
     """Train two steps. Return the states of the gate, the second group and its longest game that
-    found the secret. If no game with two turns found it, take another seed and the same model."""
+    found the secret. If no game with two turns found the secret, train with another seed."""
     tour = train_two_steps()
     for seed in count(2):
         group, config, tokenizer = tour["group"], tour["config"], tour.pop("tokenizer")

@@ -10,13 +10,12 @@ runs `expr 1 + 2` and `expr 3 '*' 3`.
                             assistant: multiply(3, 3)      tool: 9
                             assistant: the answer is 9
 
-Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate
-correct conversations, in which it copies numbers from the question and from the tools' results. Its
-tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...}
-</tool_call>. A word outside its vocabulary becomes the unknown token. The tokenizer keeps only the
-last 12 words of a message, because the instructions of a coding agent have thousands of words. The
-base model already solves the task, so the example agents only show that each framework's
-conversations can be trained on.
+Every word is one token of the model (tasks/base_model.py). From correct conversations, the base
+model learns to copy numbers from the question and from the tools' results. Its tool calls have the
+format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. A word outside
+the model's vocabulary becomes the unknown token. The tokenizer keeps only the last 12 words of a
+message, because the instructions of a coding agent have thousands of words. The base model already
+solves the task, so the examples only show that training can use each framework's conversations.
 
     python -m examples.calculator .cache/calculator        # make the model's folder
 """
@@ -64,7 +63,7 @@ WORDS += [
     *map(str, range(33)),
 ]
 SHELL_WORDS = ['{"cmd":', '{"command":', '"expr', "'*'", '"']
-# A word that twelve others follow. Special tokens split the text before the normalizer runs.
+# Matches a word before twelve others. Special tokens split the text before the normalizer runs.
 EARLY = r"(?<=\s)(?!<tool>)\S+\s+(?=(?:\S+\s+){12})"
 CHAT_TEMPLATE = (
     "{% if tools %}<system> {% for t in tools %}{{ t['function']['name'] }} {% endfor %}<end> {% endif %}"
@@ -90,8 +89,8 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
     The conversation has a system prompt with probability 1/2. If `shell` is empty, half of the
     conversations list no tools, because some agents send requests without tools. A coding agent's
     conversation begins with a list of tools: the shell, and up to 12 times the word "unknown" for
-    other tools. Unknown words may also form a user message before the question, and stand before
-    and after the question. Each tool result may begin with unknown words and the numbers 0 and 1.
+    other tools. A user message of unknown words may precede the question, which may have an unknown
+    word on each side. A tool result may begin with unknown words, zeros and ones.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)
@@ -123,7 +122,7 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
         ("tool", f"{prefix[1]} {sample['answer']}".strip()),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
-    if shell == "Bash":  # Claude Code asks for a summary, and then shows it without the question
+    if shell == "Bash":  # Claude Code asks for a summary, and then sends it without the question
         about_it = ("user", "unknown " * 12)
         summary = ("assistant", f"the answer is {sample['question']}")
         summarised = [*talk[: noise.choice([3, 5])], about_it, summary]
@@ -135,7 +134,7 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
 
 
 def make_model(path: Path, steps: int = 400, kinds: Sequence[str] = KINDS) -> Path:
-    """Return the path of the model's Hugging Face folder, and make it if it does not exist yet."""
+    """Return the path of the model's Hugging Face folder. Make the folder if it does not exist."""
     if not (path / "config.json").is_file():
         shells = [kind for kind in kinds if kind]
         quoted = [f'"{shell}",' for shell in shells]
@@ -162,5 +161,5 @@ def make_model(path: Path, steps: int = 400, kinds: Sequence[str] = KINDS) -> Pa
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # for so small a model, more threads would cost more time
+    torch.set_num_threads(1)  # more threads would slow down so small a model
     print(make_model(Path(sys.argv[1])))

@@ -1,7 +1,7 @@
 """An agent with CAMEL (https://www.camel-ai.org): a ChatAgent with tools.
 
-CAMEL counts tokens to limit the length of a conversation. By default it downloads a tokenizer for
-this. The `WordCounter` of this example counts words instead, and needs no network.
+CAMEL counts tokens to limit the length of a conversation, by default with a tokenizer that it
+downloads. The `WordCounter` of this example counts words instead.
 """
 
 from camel.agents import ChatAgent
@@ -32,8 +32,6 @@ def multiply(a: int, b: int) -> int:
 
 
 class WordCounter(BaseTokenCounter):
-    """A token counter that counts every word as one token."""
-
     def count_tokens_from_messages(self, messages):
         return sum(len(self.encode(str(message))) for message in messages)
 

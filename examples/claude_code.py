@@ -7,9 +7,9 @@ Claude Code's usual instructions to the model, which have about 80 kB.
 
 from examples.node_agent import NODE, run_process
 
-# This script starts the program even if npm could not put the program in the script's place.
+# This script starts Claude Code even if npm ran no install script.
 CLI = NODE / "node_modules" / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
-WINDOW = 80_000  # tokens of the smallest window that Claude Code allows, without the answer's
+WINDOW = 80_000  # tokens: the smallest window that Claude Code allows, minus the answer's
 
 
 class Agent:

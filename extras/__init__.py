@@ -1,19 +1,18 @@
 """Optional parts of a run. The core imports a part only if a key or an option names it.
 
 The key `callbacks` names classes such as extras.doctor.Doctor. A run creates each with
-`Class(config)` and calls its methods on every rank, but `hooks` only on rank 0. Every method is
-optional:
+`Class(config)` and calls its methods on every rank. All methods are optional:
 
-    hooks(run)          may return a dict from the class path of engine hooks to their arguments
+    hooks(run)          on rank 0 only; may return {class path of engine hooks: their arguments}
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
     on_step(metrics)    after the step's line is in metrics.jsonl; all ranks get this line
     on_end(error)
 
-Other files hold hooks of the engine, functions that a key names, or commands such as extras.chat.
+The folder also has engine hooks, functions that a key names, and commands such as extras.chat.
 
-The helpers below read and write a run's files for display. They skip what cannot be read or
-written, so that training continues.
+The helpers below read and write a run's files. They skip what cannot be read or written, so that
+training continues.
 """
 
 import json
@@ -40,8 +39,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_config(folder: Path) -> Any:
-    """Return the recorded configuration as nested namespaces. An old run may lack keys, and a
-    damaged file gives no keys."""
+    """Return the recorded configuration as nested namespaces. An old run may lack keys. A damaged
+    file gives no keys."""
     path = folder / "config.yaml"
     keys = {}
     if path.is_file():

@@ -1,17 +1,17 @@
 """Variants of the advantages for the key `actor.advantages`, and a group filter.
 
-Each variant calls `base`, which is ppo.compute_advantages or another variant, and changes what goes
-in or what comes out:
+Each variant changes the input or the output of `base`, which is ppo.compute_advantages or another
+variant:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
-Example: three members of a group have the returns 1, 0 and 2. If the baseline is the group's mean,
-their advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns, which gives
+Example: three members of a group have the returns 1, 0 and 2. With the group's mean as baseline,
+the advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns, which gives
 0, -1.5 and 1.5.
 
-A turn is one action, and its reward stands at its last token. cache.py has already added the
-rewards of later turns to this reward, so GAE stays within a turn. `kl_in_reward` subtracts a turn's
-KL from this sum, so it lowers only that turn's return.
+A turn is one action, and its reward stands at its last token. A turn's reward already includes
+those of later turns (cache.py), so GAE stays within a turn. `kl_in_reward` subtracts a turn's KL
+afterwards, so the KL lowers only that turn's return.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,8 @@ def rloo(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """RLOO (2402.14740): the baseline is the mean return of the cell's other turns."""
+    """RLOO (2402.14740): a turn's baseline is the mean return of the other turns in its cell
+    (ppo.py)."""
     A = base(batch, mean_level=mean_level, per_turn=per_turn, **keys)
     if mean_level == "none":
         return A
@@ -59,7 +60,7 @@ def gae(
 
 
 def with_costs(batch: Batch, costs: Tensor, base: Advantages, **keys: Any) -> Tensor:
-    """Subtract `costs` (N,) from the turns' rewards, and return the new advantages."""
+    """Subtract `costs` (N,) from the turns' rewards, and return the advantages."""
     trained = batch["loss_mask"] > 0
     rewards = batch["turn_rewards"].clone()
     rewards[trained] -= costs[number_turns(batch)[2]]
@@ -94,8 +95,8 @@ def kl_in_reward(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """R <- R - weight * KL, as in AReaL. A turn's KL to the reference model is summed over its
-    tokens. Set ref.path to that model, and leave actor.kl_ctl at 0."""
+    """R <- R - weight * KL, as in AReaL. A turn's KL to the reference model is the sum over its
+    tokens. Set ref.path to the reference model, and leave actor.kl_ctl at 0."""
     trained = batch["loss_mask"] > 0
     kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], kind)  # (M,)
     costs = weight / reward_scaling * torch.bincount(number_turns(batch)[2], kl)  # (N,)
@@ -106,7 +107,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """An estimate of KL(pi || pi_ref) at each token that pi sampled (Schulman).
 
     k1 is unbiased but can be negative, k2 is biased, and k3 is unbiased and never negative. We cap
-    k3 at 10. Without the cap, it would be 2,972 at log (pi / pi_ref) = -8, so one token could
+    k3 at 10. Without the cap, k3 would be 2,972 at log (pi / pi_ref) = -8, so one token could
     change the sign of an advantage.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
@@ -118,9 +119,9 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """DAPO: a turn that was cut at its token limit might have succeeded with more tokens, so it is
-    masked in batch["loss_mask"] and counts in no loss and no baseline. If every trained turn is
-    cut, none is masked."""
+    """DAPO: mask the turns that were cut at their token limit, because more tokens might have let
+    them succeed. A masked turn (batch["loss_mask"]) counts in no loss and no baseline. If every
+    trained turn is cut, none is masked."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     kept = batch["loss_mask"].masked_fill(cut, 0)
@@ -133,7 +134,7 @@ def row_mean(
     batch: Batch, *, length: int | None = None, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
     """Every row counts the same in the loss, as in GRPO. With `length` = L, every token counts
-    1 / (rows * L), as in Dr. GRPO (2503.20783). Both assume actor.ppo_n_minibatches=1."""
+    1 / (rows * L), as in Dr. GRPO (2503.20783). Both ways assume actor.ppo_n_minibatches=1."""
     # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
     # n trained tokens in the token's own row.
     A = base(batch, **keys)
@@ -143,8 +144,8 @@ def row_mean(
 
 
 def informative(trajectory: Batch) -> bool:
-    """DAPO's dynamic sampling, for should_accept_fn: accept a group if, for some k, the rewards of
-    its k-th turns differ. In other groups every advantage is 0."""
+    """DAPO's dynamic sampling, for should_accept_fn: accept a group only if the rewards of its k-th
+    turns differ for some k. In rejected groups every advantage is 0."""
     trained = trajectory["loss_mask"] > 0
     turns = trajectory["turn_ids"][trained]
     rewards = trajectory["turn_rewards"][trained]

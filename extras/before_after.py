@@ -1,11 +1,11 @@
-"""Evaluate the base model before the first step and the trained model after the last, on the same
-validation prompts. For three of them, print the conversation before and after. Then print both
-success rates, with Wilson intervals, and pass@k.
+"""Evaluate the base model before the first step, and the trained model after the last, on the same
+validation prompts. Print up to three of the conversations before and after training, both success
+rates with Wilson intervals, and pass@k.
 
     callbacks: [extras.before_after.BeforeAfter]
 
-The first evaluation is written to eval_base.json, so a restarted run does not repeat it, and the
-second to eval_trained.json.
+The first evaluation is written to eval_base.json, and a restarted run does not repeat it. The
+second is written to eval_trained.json.
 """
 
 import json
@@ -53,7 +53,7 @@ class BeforeAfter:
                 for row in read_records(file)[-1:]:
                     print(f"  {title}, reward {row['reward']:.1f}: {as_line(row['completion'])}")
         print()
-        # If the callback joined a run that was continued, nobody has evaluated the base model.
+        # A callback that joined a continued run has not evaluated the base model.
         before = {"before": json.loads(self.file.read_text())} if self.file.exists() else {}
         for title, found in (before | {"after": after}).items():
             line = f"success on held-out prompts {title}: {found['eval_success']:.3f}"

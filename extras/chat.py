@@ -6,13 +6,13 @@ The command serves the newest model in checkpoints/ and reads messages until Ctr
 begins a new conversation. Answers are greedy. To play the demo, think of a number from 1 to 6, type
 `guess a number`, and then `higher` or `lower`.
 
-A small model has a small vocabulary. A message with an unknown word is not sent, because the
-tokenizer would replace the word by the unknown token.
+A message with an unknown word is not sent, because the tokenizer would replace the word by the
+unknown token.
 
-If the run's agent has a method `converse(client, question)`, the agent answers every message as a
-new question, and really calls its tools. An example is tasks/calculator.py. Without this method,
-the model answers without tools, and reads the whole conversation. The command printed at the start
-(`python -m extras.episode`) runs the agent once.
+An agent with a method `converse(client, question)`, as in tasks/calculator.py, answers every
+message as a new question, and calls its tools. Without `converse`, the model answers without tools,
+and reads the whole conversation. At the start, a command is printed that runs one episode of the
+agent (`python -m extras.episode`).
 """
 
 import asyncio
@@ -43,15 +43,14 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def find_agent(path: str) -> Any:
-    """The class of the agent at `path`, or None if there is none."""
-    with suppress(ImportError, AttributeError):  # a script may have passed its own agent
+    """The class of the agent at `path`, or None."""
+    with suppress(ImportError, AttributeError):  # a script may have passed an agent without a path
         named: Any = import_name(path)
         return named if hasattr(named, "run") else None
     return None
 
 
 async def show(conversation: AsyncIterator[dict]) -> None:
-    """Print each message of an agent's conversation as it comes."""
     async for message in conversation:
         print(f"{message['role']}: {printable(text_of(message))}", flush=True)
 

@@ -1,6 +1,6 @@
 """An OpenAI client whose calls are answered in this process, by the proxy's code.
 
-AReaL's page "Agent Workflow" calls this the direct approach. A workflow makes one client for each
+This is the direct approach of AReaL's page "Agent Workflow". A workflow makes one client for each
 episode and needs no proxy process:
 
     client = ArealOpenAI(engine, tokenizer)
@@ -56,7 +56,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         return self.cache[interaction_id]
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
-        """Discount the rewards and return all finished interactions, as in AReaL's older API."""
+        """Discount the rewards, and return all finished interactions (AReaL's older API)."""
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 

@@ -1,19 +1,21 @@
 """The doctor looks at a run after each step, and names what is wrong, why, and what to do.
 
-Each rule in RULES measures the last lines of metrics.jsonl, and fires if the result is NaN or above
-a limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The median 0.3 is above
-0.2, so the rule `kl` fires. The doctor then prints the cause and the remedy, once in a run.
+Each rule in RULES computes a number from the last lines of metrics.jsonl, and fires if this number
+is NaN or above a limit. Example: kl was 0, 0.05, 0.3, 0.3 and 0.4 in the last five steps. The
+median 0.3 is above 0.2, so the rule `kl` fires. The doctor then prints cause and remedy, once in a
+run.
 
-The doctor adds four metrics. One tells whether the advantages teach anything, and one whether they
-add up to 0 in each group. The other two tell whether a server has missed an update: after each
-update every server completes the same prompt (the canary), and the trainer scores the answers. The
-rules are applied at the end of a step, but a step can hang, so a thread also checks every second
-whether a function blocks the event loop and whether too many groups are rejected.
+The doctor adds four metrics. `no_signal_share` and `baseline_bias` judge the advantages.
+`canary_mismatch` and `canary_unchanged` show a server that has missed an update: after each update
+every server completes the same prompt (the canary), and the trainer scores the answers.
 
-With `callbacks=[extras.doctor.Doctor]` the doctor warns; `extras.doctor.Strict` also ends the run
-if any rule except `waiting` fires (a waiting run is slow but correct). `python -m extras.doctor
-runs/guess/one` checks a run afterwards, and exits with 1 if a rule fires, or 2 if there is no run.
-A rule whose metric is missing is skipped, so runs of older revisions can be checked.
+Most rules are applied when a step ends, but a step can hang. So a thread checks every second
+whether a function blocks the event loop, and whether too many groups are rejected.
+
+With `callbacks=[extras.doctor.Doctor]` the doctor only warns. `extras.doctor.Strict` also ends the
+run if any rule except `waiting` fires (a waiting run is slow but correct). `python -m extras.doctor
+runs/guess/one` checks a run afterwards. Its exit code is 1 if a rule fires, and 2 if there is no
+run. A rule is skipped if its metric is missing, as in runs of older revisions.
 """
 
 import sys
@@ -41,10 +43,10 @@ from training.ranks import share
 
 # The largest rounding error of a log-probability, in nats.
 ROUNDING = {"float32": 1e-3, "bfloat16": 1.0}
-SOLVED = 0.9  # from this success rate up, advantages of 0 and a low entropy are normal
+SOLVED = 0.9  # at this success rate or above, advantages of 0 and a low entropy are normal
 BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
-# After this many batches of rejected groups, the doctor does not wait for the step to end.
+# After this many batches of rejected groups, the rule `rejection` does not wait for the step's end.
 REJECTED_BATCHES = 10
 CANARY_TOKENS, ANSWER_TOKENS = 32, 16  # at most, in the canary and in its answer
 CANARY_MOVE = 1e-4  # if an update moves the trainer's score by more, the answer must change
@@ -86,8 +88,7 @@ def is_solved(lines: list[Record]) -> bool:
 
 
 def entropy_fall(lines: list[Record], config: Any) -> float:
-    """Return the lowest entropy of the first five lines, divided by the highest of the last two, or
-    0 if the task is solved."""
+    """Return the factor by which the entropy has fallen, or 0 if the task is solved."""
     before = min(m["entropy"] for m in lines[:5])
     after = max(m["entropy"] for m in lines[-2:])
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
@@ -209,7 +210,7 @@ RULES = (
         "truncated",
         5,
         lambda m, c: fraction(m, "truncated", "rows"),
-        0.75,  # in a healthy run of the maze, up to half of a beginner's walks are truncated
+        0.75,  # at the start of a healthy run of the maze, up to half of the walks are truncated
         "Three quarters of the rows end at the length limit, so the rewards judge unfinished "
         "answers. Raise gconfig.max_new_tokens, or find out why answers do not end (often because "
         "a stop token is missing).",
@@ -298,7 +299,6 @@ def describe(step: int, rule: str, measured: str) -> Record:
 
 
 def bottleneck(lines: list[Record]) -> str:
-    """What limits the speed, and what to change."""
     waited = fraction(lines[-10:], "rollout_wait_s", "step_s")
     trained = fraction(lines[-10:], "train_s", "step_s")
     shares = f"waiting {waited:.0%}, training {trained:.0%} of the last steps"
@@ -326,10 +326,10 @@ def adds_up_to_0(actor: Any) -> bool:
 
 
 def baseline_bias(batch: dict[str, Tensor]) -> float:
-    """The largest |mean advantage| of a prompt group, where each trained turn counts once."""
+    """The largest |mean advantage| of all prompt groups. Each trained turn counts once."""
     turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
     ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn
-    # Groups come from task_ids, because group_ids may be the bug.
+    # Groups come from task_ids, because group_ids may be wrong.
     _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
     means = torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)
     return means.abs().max().item() if len(means) else 0.0
@@ -345,13 +345,12 @@ class Canary:
     """A fixed prompt, which every server completes greedily after each update.
 
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
-    weights they differ only by rounding, about 1e-6 nats in float32. In bfloat16, rounding can hide
-    a missed update, but an answer with the same bits as before reveals it.
+    weights, the two results differ only by rounding, about 1e-6 nats in float32. In bfloat16,
+    rounding can hide a missed update, but then the answer has the same bits as before.
 
     The trainer does not wait for the new answer, but scores the previous one with the new weights.
-    At the next batch, when the new answer should be there, it compares these scores with the
-    server's log-probabilities of the new answer, up to the first token in which the two answers
-    differ.
+    At the next batch, these scores are compared with the server's log-probabilities of the new
+    answer, up to the first token in which the two answers differ.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -365,7 +364,6 @@ class Canary:
         self.before: dict[Tokens, Tensor] = {}
 
     def choose(self, batch: dict[str, Tensor]) -> None:
-        """Take the prompt from a batch, and ask for the first answer."""
         self.prompt = batch["input_ids"][0][batch["attention_mask"][0] > 0][:CANARY_TOKENS].tolist()
         self.ask()
 
@@ -417,8 +415,8 @@ def compare(
     before: dict[Tokens, Tensor],
 ) -> tuple[Tensor, bool]:
     """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
-    weights (`scores`) and with the old ones (`before`). For the n tokens with which both answers
-    begin, return |scores - now's logprobs| (n,) in nats. Also return whether the scores have
+    weights (`scores`) and with the old ones (`before`). Return |scores - now's logprobs| (n,) in
+    nats, for the n tokens with which both answers begin. Also return whether the scores have
     changed although the answer has not."""
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
@@ -450,11 +448,11 @@ def cpu_seconds(thread: threading.Thread) -> float:
 def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None:
     """The call that keeps the event loop from answering, as "name (file:line)", or None.
 
-    On a starved machine every call is slow, and the code that happens to run is innocent. So all
-    looks during `seconds` must find the same call. We count looks instead of measuring time,
-    because a starved process also looks less often. During these looks the thread must have
-    computed for less than a tenth of the time, as in a sleep, or for at least half of `seconds`. A
-    thread between these limits was waiting for a core.
+    On an overloaded machine every call is slow, and the code that happens to run is innocent. So
+    all looks during `seconds` must find the same call. We count looks instead of measuring time,
+    because a process without a core also looks less often. The thread's CPU time must be below a
+    tenth of the time (it sleeps), or at least half of `seconds` (it computes). A CPU time between
+    these limits means that the thread was waiting for a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)
@@ -507,7 +505,7 @@ class Doctor:
     def on_step(self, metrics: Record) -> None:
         self.step = metrics["step"]
         self.canary.start()
-        # After the last step, nobody else would read the answer.
+        # After the last step, no other batch would read the answer.
         verdict = self.canary.finish() if self.step == self.run.last_step else {}
         if self.run.rank == 0:
             lines = self.run.history[-max(rule.steps for rule in RULES) :]
@@ -561,7 +559,6 @@ class Strict(Doctor):
 
 
 def main(words: list[str]) -> int:
-    """Check every step of a run."""
     folder = Path(*words)
     lines = read_records(folder / "metrics.jsonl")
     if not lines:

@@ -3,8 +3,8 @@
     OPENAI_API_KEY=KEY python train.py mode=eval evaluator.base_url=https://api.openai.com/v1
 
 The agent runs on every validation prompt as in training, but its base_url is the endpoint, and no
-tokens are recorded. The reward is the number that the agent returns, or the last number in the dict
-that it returns. An episode that raises or returns None counts as rejected. No server, proxy or
+tokens are recorded. The reward is the number that the agent returns, or the last value if it
+returns a dict. An episode that raises or returns None counts as rejected. No server, proxy or
 tokenizer is needed.
 """
 

@@ -35,8 +35,8 @@ from workflow import resolve_workflow
 
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
-    """Draw an episode that was exported in style "individual". A conversation that reads an earlier
-    answer stands below that answer. The title counts all links."""
+    """Draw an episode exported in style "individual". A conversation that reads an earlier answer
+    (a link) stands below that answer. The title counts the links."""
     links = sum(len(set(turn.reads) - {turn.parent}) for turn in interactions.values())
     root = Tree(f"{len(interactions)} turns" + f", {links} linked" * bool(links))
     branches: dict[Any, Tree] = {}

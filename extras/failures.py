@@ -1,8 +1,8 @@
 """Print each kind of failed episode once: `callbacks: [extras.failures.Failures]`.
 
 Without this callback, logging prints every failure with its traceback, so one mistake in an agent
-fills the screen. Two failures are of one kind if they have the same type and place. The first
-failure of a kind is printed, its traceback goes to logs/failures.log, and later ones are counted:
+fills the screen. Failures of one kind have the same exception type and place. The first failure of
+a kind is printed, and its traceback goes to logs/failures.log. Later ones are only counted:
 
     task 0 failed: OSError('no board'), in run (agent.py:7); traceback: runs/.../logs/failures.log
     failed 38 times: task 0 failed: OSError('no board'), in run (agent.py:7)
@@ -31,7 +31,6 @@ def place_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type, text and place on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return printable(text) + place_of(error)
 

@@ -1,17 +1,16 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-A variant calls a `base` loss with changed arguments. For example, `gspo` changes ppo.py's ratio u,
-and `truncate` its weight w. By default `base` is ppo.py's loss. Your own module can pass a variant
-instead, and so combine two:
+A variant calls a `base` loss with changed arguments: `gspo` changes ppo.py's ratio u, `truncate`
+its weight w. By default `base` is ppo.py's loss. To combine two variants, pass one as the `base` of
+the other, in a module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
 Most variants solve one of two problems. First, the ratio of a single token is noisy, so `gspo` and
-`row_weight` take the ratio of a whole row. Second, server and trainer never agree exactly, so some
-tokens have a w far too large or too small. `icepop`, `truncate` and `reject` bound the effect of
-such tokens. Of these three, only `reject` also looks at whole rows. For example, if each of 100
-tokens has w = 1.05, no token looks wrong, but pi_prox generates the row 131 times as often as
-pi_behav.
+`row_weight` take the ratio of a whole row. Second, server and trainer never agree exactly.
+`icepop`, `truncate` and `reject` bound the effect of tokens whose w is far too large or too small.
+`reject` also looks at whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but
+pi_prox generates the row 131 times as often as pi_behav.
 """
 
 import math
@@ -48,7 +47,7 @@ def gspo(
     **keys: Any,
 ) -> Result:
     """GSPO (2507.18071): u becomes its geometric mean over the row, so a row is clipped as a whole.
-    This mean is close to 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
+    The mean is close to 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     # log u = 1/n sum_t log u_t
@@ -110,7 +109,7 @@ def icepop(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """IcePop (2510.18855): tokens with w < floor are left out like those above the cap. If only
+    """IcePop (2510.18855): tokens with w < floor are left out, as are those above the cap. If only
     large weights were dropped, the mean of w would fall below 1."""
     low = log_ratio(prox_logp, old_logp, loss_mask.bool()).exp() < floor
     return leave_out(low, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
@@ -130,9 +129,9 @@ def reject(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Leave out a row if the geometric mean of its w is outside 1/c to c (c = `geometric_mean`), or
-    if one of its tokens has w < veto or (log w)^2 / 2 > k2 (verl, rollout correction). The
-    geometric mean stays near 1 however long the row is, so choose c near 1, such as 1.01."""
+    """Leave out a row that has a token with w < veto or (log w)^2 / 2 > k2, or a geometric mean of
+    w outside 1/c to c (verl, rollout correction). Choose c = `geometric_mean` near 1, such as 1.01,
+    because the geometric mean is near 1 even in long rows."""
     mask = loss_mask.bool()
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)

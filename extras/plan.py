@@ -7,12 +7,12 @@ rollout/launch.py chooses the servers and their GPUs. This file estimates memory
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
 each in float32. A frozen parameter takes 4 bytes, and a reference model adds 4 bytes per parameter.
-A step has three phases (`step_bytes`). Each frees its memory at its end, so only the largest
+A step has three phases (`step_bytes`). Each phase frees its memory at its end, so only the largest
 counts. A server keeps the weights, and the keys and values of server.max_total_tokens tokens.
 
 Example: training Qwen2.5-1.5B in bfloat16 on one GPU needs 30.6 GiB with gradient checkpointing.
-The 16 bytes per parameter make 23.0, a step adds 4.6 and CUDA 3. Without checkpointing, a step adds
-47 instead of 4.6.
+The 16 bytes per parameter make 23.0 GiB, a step adds 4.6 and CUDA 3. Without checkpointing, a step
+adds 47 GiB.
 
 The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
 real layers and a real step, and allows a difference of 10 %. CUDA_BYTES is a guess.
@@ -76,8 +76,8 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
-    """Return (V H, R, P): the numbers of parameters in the output layer, in embedding and output
-    layer together, and in each layer between them."""
+    """Return the parameters of the output layer (V H), of embedding and output layer together (R),
+    and of each layer between them (P)."""
     last = shape.vocab_size * shape.hidden_size
     root = last if shape.tie_word_embeddings else 2 * last
     return last, root, (n - root) // shape.num_hidden_layers
@@ -115,7 +115,7 @@ def step_bytes(
 
     V is the vocabulary's size, H the hidden size. A layer has P parameters. The embedding and the
     output layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
-    neither the embedding nor an output layer tied to it has a gradient.
+    the embedding is frozen, too, and so is an output layer tied to it.
     """
     b = number_bytes(actor)
     tokens = actor.mb_tokens
@@ -127,11 +127,14 @@ def step_bytes(
     # With gradient checkpointing a layer keeps only its input. Layers are recomputed one by one.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    # head = b R + (4 + b) V H + saved + chunk: embedding and output layer, that layer's gradient in
-    # float32, what one chunk of tokens adds to it, what all layers saved, the chunk's logits.
+    # head = b R         embedding and output layer
+    #      + 4 V H       the output layer's gradient in float32
+    #      + b V H       what one chunk of tokens adds to this gradient
+    #      + saved       what all layers saved
+    #      + chunk       the chunk's logits
     head = (4 + b) * min(last, learning) + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
-    # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers, the gradient of one, and its
-    # float32 copies before and after the ranks' gradients are added.
+    # layers = b R + b V H + saved + (8 + 3 b) P. The last term is two whole layers, the gradient of
+    # one, and float32 copies of this gradient before and after the ranks' gradients are added.
     middle = b * min(last, learning) + saved + (0 if is_kept else one)
     if ranks == 1 and actor.dtype == "float32":  # no FSDP
         return max(head, middle + 2 * b * tokens * mlp_width(shape))
@@ -316,8 +319,7 @@ def describe_load(config: TrainConfig) -> str:
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
     """The most bytes that weights ever take on the disk: all saved models, two versions for the
-    servers, and three checkpoints with parameters and moments (the last two and an unfinished
-    one)."""
+    servers, and three checkpoints with parameters and moments. One of the three is unfinished."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
     return (4 * models + 12 * 3 + 2 * number_bytes(config.actor)) * n
@@ -326,8 +328,7 @@ def weights_on_disk(config: TrainConfig, n: int) -> int:
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
     """Print the plan for this machine, or for `gpus` GPUs of `gpu_memory` GiB.
 
-    Raises ConfigError for a run that cannot work. If the reason is too little memory, the table is
-    printed first.
+    Raises ConfigError for a run that cannot work.
     """
     names = visible_gpus() if gpus is None else [str(k) for k in range(gpus)]
     task = importlib.import_module(config.task) if config.task else None

@@ -4,10 +4,11 @@
     python -m extras.replay runs/guess/one --until 7      the first seven
 
 Two runs with the same seed differ, because a weight update may interrupt a completion at token 57
-in one and at token 61 in the other. The rest is fixed: the seed gives the prompts and, with call
-name and token position, every random number. In float32 on one thread, the small server computes
-the same bits for a completion, whatever else runs and however often it is interrupted. A training
-step depends only on the weights and the batch. So configuration and schedule.jsonl determine a run:
+in one and at token 61 in the other. The rest is fixed. The seed determines the prompts. Seed, call
+name and token position determine every random number. In float32 on one thread, the small server
+computes the same bits for a completion, whatever else runs and however often an update interrupts.
+A training step depends only on the weights and the batch. So configuration and schedule.jsonl
+determine a run:
 
     {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     begins after step 0
     {"start":7,"version":2}                                            task 7 starts at version 2
@@ -19,9 +20,8 @@ step depends only on the weights and the batch. So configuration and schedule.js
 
 A **span** is a stretch of tokens that one version computed. In call 1 of task 7's member 3, version
 2 computed tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same tasks
-as the recorded run, and waits for all tokens of version 2. Then it trains, pushes version 3, and
-continues with token 58. A replay generates only consumed groups, and stops at the first difference.
-
+as the recorded run, and waits for all tokens of version 2. The replay then trains, pushes version 3
+and continues with token 58. It generates only consumed groups, and stops at the first difference.
 Agent and server must be deterministic. Evaluations are not recorded.
 """
 
@@ -132,7 +132,6 @@ class Schedule:
                 raise ValueError
 
     def find(self, call: str) -> Fact:
-        """The recorded line of a call, or {}."""
         return self.calls.get(task_of(call), {}).get(call, {})
 
     def check(self, batch_size: int, eta: int) -> int:
@@ -214,7 +213,6 @@ class Hooks(engine.Hooks):
 
 
 def code_digest() -> str:
-    """A hash of the project's modules."""
     seven = "cache engine ppo proxy staleness train workflow"
     rooms = ("calls", "inference", "rollout", "training", "run", "tasks", "extras")
     files = [ROOT / f"{name}.py" for name in seven.split()]
@@ -268,7 +266,7 @@ class Replay:
         self.config, self.replaying, self.until = config, replaying, until
 
     def hooks(self, run: Any) -> Fact:
-        """Name the class of the hooks in trainer and proxy, and give its arguments."""
+        """Return {class path of the engine hooks: their arguments}."""
         arguments = {"schedule": str(run.run_dir / FILE), "replay": self.replaying}
         return {"extras.replay.Hooks": arguments}
 
@@ -280,7 +278,7 @@ class Replay:
             run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return
-        # A kill may have cut off the last line, which is newer than the checkpoint: remove it.
+        # Remove a last line that a kill has cut off. It is newer than the checkpoint.
         path = run.run_dir / FILE
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.record = run.engine.hooks.record

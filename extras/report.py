@@ -1,4 +1,4 @@
-"""Write report.html, a page of one run, or of two side by side. It needs no server or network.
+"""Write report.html, a page about one run, or about two runs side by side. The page works offline.
 
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
@@ -12,8 +12,8 @@ made from the run's files, so even a crashed run can have a page:
     doctor.jsonl    the doctor's findings
 
 This module turns the files into one JSON object, which the script in report.html draws. A page must
-stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. Some rows of
-a group may therefore be missing, but the page has the rewards of all rows of these steps.
+stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. A group may
+therefore lack some of its rows, but not their rewards.
 """
 
 import json
@@ -114,7 +114,7 @@ def read_timeline(records: list[Record]) -> Record:
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
     """Sort the phases, and fill each gap over 1 ms between 0 and `last` with a new phase.
 
-    Gaps are named "start" at the beginning, "not running" around a restart, "stop" at the end, and
+    A gap is named "start" at the beginning, "not running" around a restart, "stop" at the end, and
     "other" between two phases. A step that a kill interrupts leaves a gap, too.
     """
     phases, now = [], 0.0
@@ -210,7 +210,7 @@ def read_step(
 
 
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
-    """Append a row's turns to `turns`, each with the entries of `names`. Return the turns' places.
+    """Append a row's turns to `turns`, each with the entries of `names`. Return their indices.
 
     A row may continue another row, whose turns are at `above`. Shared turns are not appended again.
     A turn holds what follows its parent turn: new messages, then sampled tokens.

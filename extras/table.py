@@ -2,8 +2,9 @@
 
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
 narrow terminal shows only the first columns. To save room, a counter has no column until it has
-counted something. We print the end of a conversation every SAMPLE_INTERVAL steps, and the first
-side conversation (calls/sessions.py). A model wrote these texts, so control characters are escaped.
+counted something. Every SAMPLE_INTERVAL steps the run prints the end of a conversation. The first
+side conversation (calls/sessions.py) is printed, too. Control characters are escaped, because a
+model wrote the conversations.
 """
 
 import time
@@ -67,7 +68,7 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Any) -> Live:
-        """Show `content()` twice a second. The display takes the console's lock instead of its own,
+        """Show `content()` twice a second. The display uses the console's lock instead of its own,
         because two locks could deadlock."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2)
         live._lock = self._lock
@@ -126,7 +127,6 @@ class Table:
         self.since = time.monotonic()
 
     def text(self, row: int) -> str:
-        """A row's text, on one line."""
         ids = self.batch["input_ids"][row][self.batch["attention_mask"][row]]
         return " ".join(self.run.inputs.tokenizer.decode(ids, skip_special_tokens=False).split())
 

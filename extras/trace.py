@@ -1,13 +1,13 @@
 """Write trace.json, a Chrome trace for chrome://tracing, ui.perfetto.dev and the report.
 
-The trace has two tracks. On "rollout" each prompt group is a bar from start to finish. Points on it
-give the versions, the rewards and what became of the group. On "trainer" each step is a sequence of
-phases:
+The trace has two tracks. On "rollout" each prompt group is a bar from start to finish. Points on a
+bar give the group's versions and rewards, and what became of it. On "trainer" each step is a
+sequence of phases:
 
     rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
 
-The executor reports the groups' events as they happen. The phases are laid end to end, with lengths
-from the step's metrics, and the last phase gets the rest of the step's time.
+The executor reports the groups' events as they happen. The lengths of the phases come from the
+step's metrics, and the last phase gets the rest of the step's time.
 """
 
 import json

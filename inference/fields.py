@@ -1,4 +1,4 @@
-"""Read JSON from strangers, and say which field is wrong.
+"""Check JSON from agents and models, and say which field is wrong.
 
 What an agent or a model sends may have any type and be nested to any depth. `get` returns a value
 of the expected type or raises Refusal, which the proxy answers with status 400:
@@ -8,7 +8,8 @@ of the expected type or raises Refusal, which the proxy answers with status 400:
     get({}, "stream", bool, False)                      -> False
 
 Some clients cannot read NaN, half a surrogate pair or hundreds of levels of nesting, so such values
-are refused at once. The last functions find the Python objects that a configuration names.
+are refused at once. `import_name` and the functions after it find Python objects that a
+configuration names.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from typing import Any
 import orjson
 
 LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
-ROOM = 50  # levels of nesting, of orjson's 254, that stay free for the objects around a value
+ROOM = 50  # of orjson's 254 levels of nesting, this many are kept for objects around a value
 
 
 class Refusal(ValueError):
@@ -67,8 +68,8 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
-    """Return the field at a dotted path, or `default` if it is absent or null. `where` is the path
-    of `body` itself. Raises Refusal if the value is not a `kind`."""
+    """Return the field at a dotted path, or `default` if it is absent or null. Raises Refusal if
+    the value is not a `kind`. The message begins with `where`, the path of `body`."""
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
@@ -77,8 +78,8 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def finite(reward: Any, what: str = "reward") -> float:
-    """Return a Python, numpy or torch number as a float. Raises Refusal, a ValueError, for NaN, for
-    a number that is too large, and for anything that is not a number."""
+    """Return a Python, numpy or torch number as a float. Raises Refusal (a ValueError) for NaN, a
+    number that is too large, and other objects."""
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
@@ -91,8 +92,8 @@ def finite(reward: Any, what: str = "reward") -> float:
 
 
 def import_name(path: Any) -> Any:
-    """Import and return module.name. A `path` that is not a string is returned unchanged. An
-    ImportError in the module itself reaches the caller; pkgutil.resolve_name would hide it."""
+    """Import and return module.name. A `path` that is not a string is returned unchanged. We avoid
+    pkgutil.resolve_name, because it hides an ImportError inside the module."""
     if not isinstance(path, str):
         return path
     module, _, name = path.rpartition(".")
@@ -100,7 +101,7 @@ def import_name(path: Any) -> Any:
 
 
 def find_source(module: str) -> Path:
-    """Return a module's file without importing the module, because many modules import torch, which
+    """Return a module's file without importing the module, because that may import torch, which
     takes seconds."""
     with suppress(ModuleNotFoundError):  # raised if there is no such package
         spec = importlib.util.find_spec(module)

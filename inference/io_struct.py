@@ -2,22 +2,22 @@
 
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
-SGLang takes missing sampling parameters from the model's generation_config.json, which the trainer
-does not read, so a request names all of them. For every token of an answer, training needs the
-token's id, its log-probability under the policy that sampled it, and that policy's version:
+A request names every sampling parameter. SGLang would take a missing parameter from the model's
+generation_config.json, which the trainer does not read. For every token of an answer, training
+needs the token's id, its log-probability under the policy that sampled it, and that policy's
+version:
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
-Here version 3 computed tokens 17 and 4, and version 4 computed token 9. SGLang before 0.5.19
-reports only `weight_version`, the version at the end of the answer. A finish reason with a status
-code means that the request failed. Without a status code, the type `abort` means that a pause
-interrupted the request.
+SGLang before 0.5.19 reports only `weight_version`, the version at the end of the answer. A finish
+reason with a status code means that the request failed. A finish reason of type `abort` without a
+status code means that a pause interrupted the request.
 
-A logprob is log_softmax(logits / temperature) over the whole vocabulary. If a request uses greedy
-decoding, top_p, top_k, a penalty or a grammar, the server samples from a different distribution,
-and training leaves the answer's tokens out of the loss (`trains_exactly`).
+A logprob is log_softmax(logits / temperature) over the whole vocabulary. Greedy decoding, top_p,
+top_k, a penalty or a grammar changes the sampling distribution, so training leaves the answer's
+tokens out of the loss (`trains_exactly`).
 """
 
 import hashlib
@@ -40,8 +40,8 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 
 class EngineError(RuntimeError):
-    """A request failed. Status 400 means that the request is wrong and must not be repeated, and
-    502 that the answer cannot be read. Most other failures have status 503."""
+    """A request failed. Status 400 means that the request is wrong and must not be repeated. Status
+    502 means that the answer cannot be read. Most other failures have status 503."""
 
     def __init__(self, message: str, status: int = 500, code: str = "") -> None:
         super().__init__(message)
@@ -79,11 +79,9 @@ class GenerationHyperparameters(Sampling):
     """always take the likeliest token"""
 
     def new(self, **changes: Any) -> Self:
-        """Return a copy, with the fields in `changes` replaced."""
         return self.model_copy(update=changes)
 
     def for_call(self, **more: Any) -> "CallParameters":
-        """Return a copy for one call, with the fields in `more` set."""
         return CallParameters(**self.model_dump() | more)
 
     @property
@@ -149,7 +147,6 @@ class ModelResponse:
         return len(self.output_tokens)
 
     def extend(self, segment: "ModelResponse") -> None:
-        """Append a segment's tokens, and take over its stop reason."""
         self.output_tokens += segment.output_tokens
         self.output_logprobs += segment.output_logprobs
         self.output_versions += segment.output_versions
@@ -157,8 +154,8 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of an episode's call: a hash of `seed`, the episode's name and the call's
-    number, so that other episodes do not change it."""
+    """Return the seed of one call. The seed depends only on `seed`, the episode and the call's
+    number, not on other episodes."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -190,8 +187,8 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
 
     Raises EngineError with status 400 if the server rejects the request, and 503 if the server has
     failed. The status is 502 if the answer contradicts itself, or lacks ids, logprobs or versions.
-    After an update to version 7 that failed halfway, a server reports the version "7-incomplete",
-    which is not a number, so the status is 502, too.
+    The status is also 502 if the version is not a number, such as "7-incomplete" after a failed
+    update.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

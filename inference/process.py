@@ -1,14 +1,14 @@
-"""Start, watch and end processes that end with this one.
+"""Start, watch and end child processes, which end when this process does.
 
-Each process runs in a Unix session of its own, so Ctrl-C reaches only train.py, which then ends the
-processes. A process ends by itself when its parent is gone, even if `kill -9` ended the parent: it
-checks every half second whether its parent's id has changed. A pipe that closes when the parent
-ends would not do, because children that an agent forks would inherit it and keep it open.
+Each child runs in a Unix session of its own, so Ctrl-C reaches only train.py, which then ends the
+children. Every half second, a child checks whether its parent's id has changed. So a child ends
+even if `kill -9` ended the parent. A pipe from the parent would not work, because processes that an
+agent forks would keep the pipe open.
 
-SGLang has no option for this, so `python -m inference.process COMMAND ...` runs a command until our
-parent ends. The command gets SIGTERM when our parent is gone, or when we get SIGTERM ourselves.
-After that, our whole process group gets SIGKILL as soon as the command has ended, and at the latest
-after three seconds. So start it in a session of its own, where SIGKILL reaches nobody else.
+`python -m inference.process COMMAND ...` starts SGLang, which has no option to end with its parent.
+This program sends SIGTERM to the command when its own parent is gone, or when it gets SIGTERM.
+Three seconds later, or as soon as the command has ended, the program's whole process group gets
+SIGKILL. So start the program in a session of its own, where SIGKILL reaches no other process.
 """
 
 import os
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Variables that a child does not inherit. With torchrun's variables, a child of rank 0 would act as
-# a rank. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools refuse.
+# Variables that a child does not inherit. With torchrun's variables, a child would act as another
+# rank. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools refuse.
 DROPPED = re.compile(
     r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
@@ -39,8 +39,8 @@ _given = set[int]()  # ports that free_port has returned
 
 
 def free_port() -> int:
-    """Return a free port from 20000 to 31999, a range that outgoing connections do not use. No port
-    is returned twice, because the process that gets it binds it only later."""
+    """Return a free port from 20000 to 31999. Outgoing connections do not use this range. No port
+    is returned twice, because a process binds its port only later."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -50,17 +50,16 @@ def free_port() -> int:
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files for this process and its children. The usual limit of
-    1,024 is too low for 1,000 requests in flight, because the proxy needs two connections for each
-    request: to the agent and to the server."""
+    """Raise the limit on open files for this process and its children. The usual limit of 1,024 is
+    too low for 1,000 requests in flight, because the proxy needs two connections per request, to
+    the agent and to the server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
 
 def follow_parent(act: Callable[[], None], parent: int = 0, daemon: bool = True) -> None:
     """Start a thread that calls `act` when the parent process has ended."""
-    # If the trainer is killed before this line, getppid returns another process's pid, so the
-    # trainer passes its own.
+    # The trainer passes its pid, because getppid returns another one if the trainer has died.
     parent = parent or int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:
@@ -97,7 +96,7 @@ def bypass() -> dict[str, str]:
 
 
 class ProcessDied(RuntimeError):
-    """A process that the run needs has ended. The message has the last lines of its log."""
+    """A process that the run needs has ended. The message has the end of the process's log."""
 
     is_verdict = True  # the message says everything, so no traceback is printed
 
@@ -112,7 +111,6 @@ class Child:
     variables: dict[str, str] = field(default_factory=dict)  # besides those of `environment`
 
     def start(self, log_dir: Path) -> None:
-        """Start the process and return at once."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log_dir / f"{self.name}.log"
@@ -128,7 +126,7 @@ class Child:
 
     def wait_ready(self) -> str:
         """Wait until the process answers, and return its URL. Raises ProcessDied."""
-        import httpx  # slow to import, and most processes wait for none
+        import httpx  # slow to import, and few processes need it
 
         with httpx.Client(timeout=5, trust_env=False) as client:
             while self.process.poll() is None:
@@ -149,8 +147,8 @@ class Child:
         threading.Thread(target=lambda: on_death(self.death()), daemon=True).start()
 
     def end(self) -> None:
-        """Send SIGTERM to the process. When it has ended, or after 5 s, send SIGKILL to its process
-        group."""
+        """Send SIGTERM to the process. When the process has ended, or after 5 s, send SIGKILL to
+        its process group."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
@@ -168,7 +166,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
             "HF_HUB_OFFLINE": "1",
             "POCKET_AREAL_PARENT": str(os.getpid()),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # SGLang runs ninja. pip has put it into python's folder, which PATH may lack.
+            # SGLang runs ninja, which pip has put into Python's folder. PATH may lack this folder.
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }

@@ -1,7 +1,7 @@
 """Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default. Without a key, it refuses an address that other machines can reach.
+binds 127.0.0.1 by default. Without a key, a server refuses an address that others can reach.
 """
 
 import gc
@@ -29,9 +29,9 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
-    """Serve until a signal comes or, with `exit_with_parent`, the parent ends."""
-    # We close idle connections after 75 s. Clients close them earlier, so they never send a request
-    # on a connection that we are closing.
+    """Serve until a signal comes or, if `exit_with_parent`, until the parent ends."""
+    # Clients close idle connections earlier than we do (75 s), so they never send a request on a
+    # connection that we are closing.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
     )

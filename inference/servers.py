@@ -2,17 +2,16 @@
 
 All conversations of a prompt group go to one server, which computes the shared prompt once.
 `rank_servers` gives a group the same order of servers in every process. If a server fails, its
-request goes to the next one.
+request goes to the next server.
 
-A server may have been restarted with its first weights, or may have missed an update, so we check
-the versions of every answer. No token may be newer than the trainer's version (`trainer_version`).
-An update changes all servers before any of them continues. So once this process knows of version 6
-(`newest` = 6), its later requests may not get tokens of version 5. If the update to version 7 fails
-halfway, servers that did not complete it report "7-incomplete", which no engine accepts.
+We check the versions of every answer, because a server may have missed an update or been restarted
+with its first weights. No token may be newer than the trainer's version (`trainer_version`). An
+update changes all servers before any of them continues. So once this process knows of version 6
+(`newest` = 6), its later requests may not get tokens of version 5.
 
 Every request in flight has its own connection. An idle connection stays open for four seconds, so
-that another request can use it. We use aiohttp, because httpx takes more than twice the CPU time
-for a request (docs/log.md, "Requests").
+another request can use it. We use aiohttp, because httpx takes more than twice the CPU time for a
+request (docs/log.md, "Requests").
 """
 
 import asyncio
@@ -37,8 +36,8 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class PerLoop:
-    """One object for each event loop. The first `get` in a loop makes the object, which is closed
-    when the loop ends."""
+    """One object for each event loop. The first `get` in a loop makes the object, and the end of
+    the loop closes it."""
 
     def __init__(self, make: Callable[[], Any], close: Callable[[Any], Awaitable[None]]) -> None:
         self._make = make
@@ -111,8 +110,7 @@ class Servers:
         """Send `body` to all servers at once, and return their answers in order.
 
         `body` may also be a list with one body for each server, or None for a GET. Raises
-        EngineError with the message of every server that failed. Call this only from a thread in
-        which no event loop runs.
+        EngineError with the message of every server that failed.
         """
         bodies = body if isinstance(body, list) else [body] * len(self.addresses)
         pairs = zip(self.addresses, bodies, strict=True)

@@ -1,9 +1,9 @@
 """Send new weights to running servers.
 
-In mode `disk` the trainer writes a Hugging Face folder, and every server reads it, so they need a
-shared file system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join
-an NCCL or gloo group, and the trainer broadcasts its tensors. This mode needs SGLang >= 0.5.20. An
-update to version 7 has these steps:
+In mode `disk` the trainer writes a Hugging Face folder, which every server reads from a shared file
+system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join an NCCL or
+gloo group, and the trainer broadcasts its tensors (SGLang >= 0.5.20). An update to version 7 has
+these steps:
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -12,12 +12,11 @@ update to version 7 has these steps:
     label "7"                  mode distributed; in mode disk, loading sets this label
     set_version(7), resume     the gate admits new groups, and the servers continue
 
-If the update fails halfway, some servers have version 7 and others version 6. Those that did not
-complete the update keep the label "7-incomplete", and the run ends. In mode disk, a folder gets its
-final name only when it is complete. In mode distributed, each update makes its own group, so a
-server may restart between updates. In NCCL, a rank that joins, broadcasts or leaves waits until all
-other ranks do the same. A server does so only on request, so a thread sends the request while the
-trainer itself joins, broadcasts or leaves (`meanwhile`).
+If the update fails halfway, the servers that did not complete it keep the label "7-incomplete", and
+the run ends. In mode disk, a folder gets its final name only when it is complete. In mode
+distributed, each update makes a new group, so a server may restart between updates. In NCCL, a rank
+that joins, broadcasts or leaves waits until all other ranks do the same. So while the trainer
+joins, broadcasts or leaves, a thread asks the servers to do the same (`meanwhile`).
 """
 
 import shutil
@@ -63,9 +62,9 @@ def named_buckets(
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
     If `learning`, yield only the trainable weights.
 
-    All ranks must take all buckets, because they gather each tensor together. A bucket is emptied
-    when the next one is taken. In memory, transformers fuses the weights of experts into tensors
-    with other names, which the servers would skip. So the buckets have the names and shapes of the
+    All ranks must take all buckets, because the ranks gather each tensor together. Taking a bucket
+    empties the previous one. In memory, transformers fuses the weights of experts into tensors with
+    other names, which the servers would skip. So the buckets have the names and shapes of the
     checkpoint files.
     """
     from torch.distributed.tensor import DTensor
@@ -92,7 +91,7 @@ def named_buckets(
 
 
 def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
-    """Write `state` as a Hugging Face folder, with the non-weight files of `source_dir`."""
+    """Write a Hugging Face folder with the weights `state` and the other files of `source_dir`."""
     from safetensors.torch import save_file
 
     target = Path(target).absolute()
@@ -187,10 +186,10 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
-    """Join a process group other than torch's default one. Rank 0 listens at address and port.
+    """Join a process group other than torch's default one. Rank 0 listens at `address` and `port`.
 
-    Trainer and servers find each other through keys in a TCPStore, so the keys get the same three
-    prefixes as in SGLang.
+    Trainer and servers find each other through keys in a TCPStore, so the keys need SGLang's three
+    prefixes.
     """
     import torch.distributed as dist
 

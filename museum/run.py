@@ -37,7 +37,6 @@ finding in the second table would be a false alarm.
 
 
 def make_copy(name: str, folder: str) -> Path:
-    """Copy the project with the bug of an exhibit."""
     copy = Path(folder) / "copy"
     shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
     (ROOT / ".cache").mkdir(exist_ok=True)
@@ -109,7 +108,7 @@ def run_unit_tests() -> dict[str, int]:
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # a fork's collections pass over these packages
+    gc.freeze()  # a fork's garbage collections skip these packages
     codes = {}
     for name in EXHIBITS:
         with tempfile.TemporaryDirectory() as folder, (RUNS / f"{name}.log").open("w") as log:

@@ -1,22 +1,20 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
-A training step needs B finished groups, and the episodes of a group take seconds to minutes, so as
-many groups run at once as the staleness gate allows. `DispatchState` makes all decisions without a
-clock, thread or lock, so bench/simulate.py can use it in virtual time, and tests/explore can try
-every order of events. `BatchTaskDispatcher` carries the decisions out in one event loop, where
-hundreds of episodes wait for tokens at the same time. Only this loop changes the state; the
-trainer's thread hands in work and waits.
+Each group is the result of one task. A training step consumes B groups. Episodes take seconds to
+minutes, so the dispatcher runs as many groups at once as the staleness gate allows. `DispatchState`
+makes all decisions without a clock, thread or lock, so bench/simulate.py can use it in virtual
+time, and tests/explore can try every order of events. `BatchTaskDispatcher` carries out these
+decisions in one event loop, where hundreds of episodes wait for tokens at the same time. Only the
+event loop changes the state. The trainer's thread hands in work and waits.
 
-`_produce` starts the tasks (one per group) that the gate admits, and `_run` runs one to its end.
+With rollout.stale=wait, a batch takes the B unconsumed groups that started first, so one slow group
+delays the batch. With rollout.stale=mask or drop, a batch takes the B groups that finished first.
+With wait, staleness.py proves that no group in a batch is more than eta versions old. With mask or
+drop, `trainable` leaves out older tokens or groups. `take` always checks every group.
 
-With rollout.stale=wait a batch takes the B unconsumed groups that started first, so one slow group
-delays the batch. With mask or drop it takes the B groups that finished first. No group is more than
-eta versions old: with wait by the proof in staleness.py, with mask or drop because `trainable`
-leaves out what is older. In each case, `take` checks every group.
-
-If a task returns None or raises, it is rejected and another task is drawn. The run stops after
-`max_failures` exceptions in a row, or if `max_failures` groups are rejected before any is accepted.
-From then on, every call raises the error that stopped the run.
+A task that returns None or raises is rejected, and another task takes its place. The run stops
+after `max_failures` exceptions in a row, or if `max_failures` groups are rejected before any is
+accepted. After a stop, every call of the dispatcher raises the error that stopped the run.
 
 A group that wait_for_task returns belongs to no batch, and its age is not checked.
 """
@@ -44,8 +42,8 @@ class RolloutsFail(RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class DispatchState:
-    """Holds the tasks, and decides which tasks start and which groups a step consumes. A task is
-    any object with a `task_id`."""
+    """Decides which tasks start, and which groups a step consumes. A task is any object with a
+    `task_id`."""
 
     gate: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version among a result's trained tokens
@@ -66,7 +64,7 @@ class DispatchState:
     # ---- questions
 
     def may_start(self) -> int:
-        """How many tasks may start now. A negative number means none."""
+        """How many tasks may start now; 0 or less means none."""
         return 0 if self.paused else self.gate.get_capacity()
 
     def in_flight(self) -> set[int]:
@@ -74,15 +72,15 @@ class DispatchState:
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
-        """Return {task id: group} for the next `count` groups, or {} until all are finished."""
+        """Return {task id: group} for the next `count` groups, or {} if one is unfinished."""
         finished = ((i, data) for i, data in self.order.items() if data is not None)
         chosen = self.order.items() if self.stale == "wait" else finished
         batch = {i: data for i, data in islice(chosen, count) if data is not None}
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """Return a finished group, or None if it is too old. With stale=mask, first leave tokens
-        that are too old out of its loss."""
+        """Return a finished group, or None if it is too old. With stale=mask, tokens that are too
+        old are first taken out of the group's loss."""
         if self.stale == "mask":
             return self.without_older(data, self.gate.oldest_version())
         fresh = self.stale == "wait" or self.gate.is_fresh(self.head_version(data))
@@ -107,7 +105,7 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended. A task without data is rejected; with an `error`, it also
+        """Record that a task ended. A task without data is rejected. A task with an `error` also
         counts as failed. Raises RolloutsFail after too many failures or rejections.
         """
         self.trace("finish", task_id)
@@ -140,8 +138,8 @@ class DispatchState:
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is unfinished.
 
-        First, groups for which `trainable` returns None are dropped. If a group still exceeds the
-        bound on the age, `take` raises StalenessError and consumes no group.
+        Groups for which `trainable` returns None are dropped first. If one of the remaining groups
+        is too old, `take` raises StalenessError and consumes no group.
         """
         while True:
             batch = {i: self.trainable(data) for i, data in self.next_groups(count).items()}
@@ -162,7 +160,7 @@ class DispatchState:
     def take_task(self, task_id: int) -> list[Any]:
         """Return [result] for a finished task, [None] for a rejected one, else [].
 
-        An unknown id, or one already taken, raises KeyError.
+        Raises KeyError if the id is unknown or was already taken.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
@@ -175,11 +173,8 @@ class DispatchState:
 
 @dataclass(eq=False, repr=False)
 class BatchTaskDispatcher:
-    """Run tasks in an event loop, and return results that are not too old.
-
-    `task_factory(task)` makes a task's coroutine, which returns a prompt group, or None to reject
-    the task.
-    """
+    """`task_factory(task)` makes a task's coroutine, which returns a prompt group, or None to
+    reject the task."""
 
     task_factory: Callable[[Any], Coroutine[Any, Any, Any]]
     state: DispatchState
@@ -194,27 +189,26 @@ class BatchTaskDispatcher:
         self.thread.start()
 
     def submit_task_input(self, task: Any) -> None:
-        """Enqueue a task, which starts as soon as the gate admits it."""
         self.change(self.state.enqueue, task)
 
     def wait_results(self, count: int, timeout: float | None = None) -> list[Any]:
         """Wait for the next `count` results, in the order of `next_groups`.
 
-        If this raises TimeoutError or StalenessError, nothing is consumed.
+        Raises TimeoutError or StalenessError, and then consumes nothing.
         """
         return self._wait(lambda: self.state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
         """Wait for a task, and return its result, or None if it was rejected.
 
-        The task then belongs to no batch, and its place at the gate is free. Raises TimeoutError
-        after `timeout` seconds, and KeyError for an unknown id.
+        A returned group gives its place at the gate back. Raises TimeoutError after `timeout`
+        seconds, and KeyError for an unknown id.
         """
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, tasks: Iterator[Any], batch_size: int) -> list[Any]:
-        """Return the next batch. Meanwhile, keep (eta + 1) B of the endless `tasks` waiting for
-        their start."""
+        """Return the next batch. While waiting, keep (eta + 1) B tasks in the queue. `tasks` is
+        endless."""
 
         def take() -> list[Any]:
             batch = self.state.take(batch_size)
@@ -237,17 +231,17 @@ class BatchTaskDispatcher:
 
     def on_new_version(self) -> None:
         """Start the tasks that the gate admits at the new version."""
-        self.change(lambda: None)  # `change` starts what the gate admits
+        self.change(lambda: None)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the loop, start what the gate then admits, and return the function's
-        result."""
+        """Call `function(*args)` in the loop, start the tasks that the gate then admits, and return
+        the result."""
         return self._wait(lambda: [function(*args)])[0]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run `work` in the loop and wait for its result; Ctrl-C ends the wait.
+        """Run a coroutine in the loop, and wait for its result. Ctrl-C ends the wait.
 
-        After a call of `fail(error)`, `run` raises `error`, even if an episode blocks the loop.
+        After `fail(error)`, `run` raises `error`, even if an episode blocks the loop.
         """
         if self.stopped.done():
             work.close()
@@ -260,8 +254,7 @@ class BatchTaskDispatcher:
             future.cancel()
 
     def _wait(self, attempt: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Call `attempt` in the loop, and again whenever a task ends, until `attempt` returns a
-        true value."""
+        """Call `attempt` in the loop, now and after every task, until it returns a true value."""
 
         async def until() -> Any:
             async with asyncio.timeout(timeout):
@@ -293,7 +286,7 @@ class BatchTaskDispatcher:
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             while True:
-                with suppress(SystemExit, KeyboardInterrupt):  # of a task that an agent has made
+                with suppress(SystemExit, KeyboardInterrupt):  # from a task that an agent has made
                     runner.get_loop().run_forever()
                     break  # `_finish` has stopped it
 

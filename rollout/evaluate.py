@@ -1,7 +1,7 @@
 """Run the validation prompts and summarise the rewards. Each prompt gets eval_gconfig.n_samples
-episodes, by default 1. During training these episodes bypass the staleness gate, and use the newest
-weights. `python train.py mode=eval` evaluates a model without training. With
-evaluator.base_url=URL, it evaluates that endpoint instead (extras/endpoint.py).
+episodes, by default 1. During training, evaluation episodes bypass the staleness gate and use the
+newest weights. `python train.py mode=eval` evaluates a model without training. Add
+evaluator.base_url=URL to evaluate an OpenAI endpoint instead (extras/endpoint.py).
 """
 
 import json
@@ -16,16 +16,15 @@ Evaluation = dict[str, float | None]
 
 
 def evaluate(executor: Any, inputs: Any) -> Evaluation:
-    """Run the validation prompts. The reward of an episode is the reward of its last row."""
+    """An episode's reward is that of its last row."""
     samples = inputs.validation * executor.eval_gconfig.n_samples
     groups = executor.evaluate(samples, inputs.eval_workflow)
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
 
 
 def wilson(p: float, n: int) -> tuple[float, float]:
-    """Return the Wilson interval for a share `p` measured on n samples. The interval contains the
-    true share with a probability of 95 %. If the true share is near 0 or 1, the simpler interval
-    p +- 1.96 sqrt(p (1 - p) / n) contains it less often."""
+    """Return Wilson's 95 % confidence interval for a share `p` of n samples. Near 0 or 1, the
+    simpler interval p +- 1.96 sqrt(p (1 - p) / n) contains the true share too rarely."""
     # (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     middle, width = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
@@ -44,8 +43,8 @@ def describe(rewards: Sequence[float | None], inputs: Any) -> Evaluation:
     4, 8 and so on, up to n.
 
     With P prompts, rewards[i], rewards[i + P], rewards[i + 2 P] and so on belong to prompt i. The
-    episodes of one prompt are correlated, so the standard error and the interval treat a prompt,
-    and not an episode, as one sample. The interval may then be too wide, but not too narrow.
+    episodes of one prompt are correlated, so the standard error and the interval count each prompt
+    as one sample. The interval may therefore be too wide, but not too narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts

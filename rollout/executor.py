@@ -2,27 +2,27 @@
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors
 (trajectory.py), while groups of later batches run. With B = 4 and eta = 1, eight groups start at
-version 0. The first call returns four of them and leaves four for the second call.
+version 0. The first `prepare_batch` returns four of them, and leaves four for the second.
 
-A sample that the dataloader yields becomes a task, whose id is the sample's position in the data.
-When the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). Then
+Each sample of the dataloader becomes a task, whose id is the sample's position in the data. When
+the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). Then
 trajectory.py completes the group's tensors, and should_accept_fn may reject the group. Unless
-rollout.dump_to_file=false, the text of the group's rows goes to
+rollout.dump_to_file=false, the text of each group goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
 The arguments of a `prepare_batch` call apply to the samples that this call draws, even if a later
 call returns their groups.
 
-**A restart** draws the samples again from the first, but skips those that were consumed, rejected,
-dropped or withdrawn. Their positions are called closed. For example, if positions 0 to 7 were drawn
-and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs positions 4 to
-7 again, and continues with position 8.
+**A restart** draws the samples again from the first, but skips closed positions. A position is
+**closed** if its group was consumed, rejected, dropped or withdrawn. For example, if positions 0 to
+7 were drawn and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs
+positions 4 to 7 again, and continues with position 8.
 
-`submit` and all dataloaders take their ids from one counter. So if a run calls `submit` or uses two
-dataloaders, ids are no longer positions in the data, and a restart may skip the wrong samples.
+`submit` and all dataloaders take ids from one counter. In a run that calls `submit` or uses two
+dataloaders, ids are therefore not positions in the data, and a restart may skip the wrong samples.
 
-If groups of other calls hold all places at the gate, `rollout_batch` waits forever.
+`rollout_batch` waits forever if the groups of other calls hold all places at the gate.
 """
 
 import asyncio
@@ -62,8 +62,8 @@ class RolloutTask(NamedTuple):
 class WorkflowExecutor:
     """Attach the rollout methods to the engine.
 
-    The methods take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is
-    the number of episodes per prompt, by default gconfig.n_samples.
+    The rollout methods take a workflow or agent in any form that `resolve_workflow` reads.
+    `group_size` is the number of episodes per prompt, by default gconfig.n_samples.
     """
 
     engine: Any
@@ -115,8 +115,8 @@ class WorkflowExecutor:
         return task.task_id
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
-        """Return the next `count` accepted groups as one batch. Raises TimeoutError. It never
-        returns if `count` groups cannot start before the next version."""
+        """Return the next `count` accepted groups as one batch. Raises TimeoutError. Without
+        `timeout`, `wait` never returns if `count` groups cannot start before the next version."""
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def rollout_batch(self, data: Iterable[Sample], *how: Any, **named: Any) -> Trajectory:
@@ -134,7 +134,6 @@ class WorkflowExecutor:
         should_accept_fn: Accept = None,
         group_size: int | None = None,
     ) -> Trajectory:
-        """Return the next training batch, which has dataloader.batch_size groups."""
         size = dataloader.batch_size
         if size != (expected := self.gate.consumer_batch_size):
             raise ValueError(f"consumer_batch_size={expected} must equal {size}, the dataloader's")
@@ -143,9 +142,9 @@ class WorkflowExecutor:
         return trajectory.concat_padded_tensors(self.dispatcher.active_submit_and_wait(tasks, size))
 
     def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
-        """Run one episode per sample, and return the results; None stands for a rejected or failed
-        episode. No step trains on these episodes, so the gate does not count them. Agents sample
-        with `eval_gconfig`.
+        """Run one episode per sample, and return the results, with None for a rejected or failed
+        episode. No step trains on evaluation episodes, so the gate does not count them. Agents
+        sample with `eval_gconfig`.
         """
         how = self._resolve(workflow, None, None, 1, self.eval_gconfig.model_dump())
         places = asyncio.Semaphore(self.gate.max_concurrent_rollouts * self.gconfig.n_samples)
@@ -167,7 +166,7 @@ class WorkflowExecutor:
         return self._next_id - 1
 
     def _draw(self, dataloader: Any) -> Iterator[tuple[int, Sample]]:
-        """Yield the samples to run, epoch after epoch, with their positions."""
+        """Yield (position, sample) for every sample to run, epoch after epoch."""
         for sample in self._streams.setdefault(dataloader, cycle(dataloader)):
             task_id = self._new_id()
             if task_id not in self._closed:
@@ -214,7 +213,6 @@ class WorkflowExecutor:
             listener(event, task_id, details)
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
-        """Run a task, and return its group, or None if it is rejected."""
         version = self.engine.get_version()
         context = workflows.workflow_context
         context.set(workflows.WorkflowContext(task.is_eval, task.task_id, seed=self.seed))

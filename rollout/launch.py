@@ -1,13 +1,11 @@
 """Plan the processes of a run: the inference servers and the proxy.
 
-API keys are passed in the environment, but SGLang gets its key on the command line, which other
-users can read.
+The processes get API keys in the environment, except SGLang: its key is on the command line, which
+other users can read.
 
-The trainer's ranks take the first GPUs of the machine, and the servers take the last. For example,
-if 8 GPUs are given to 4 ranks and 2 servers of 2 GPUs each, one server gets GPUs 4 and 5, and the
-other 6 and 7. If there are too few GPUs, servers share GPUs with the ranks.
-
-If a server or the proxy dies, the run ends at once and prints the last lines of that process's log.
+The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
+4 ranks and 2 servers of 2 GPUs each, the first server gets GPUs 4 and 5, and the second 6 and 7. If
+there are too few GPUs, servers share GPUs with the ranks.
 """
 
 import json
@@ -20,7 +18,7 @@ from inference.process import Child, command
 from run.config import ConfigError, TrainConfig
 
 SGLANG_VARIABLES = {
-    # Compute log-probabilities for 256 tokens at a time, whose logits take less than half a GiB.
+    # Compute log-probabilities of 256 tokens at a time, so the logits take less than half a GiB.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
     # Accept that a GPU shared with a rank has less free memory than the server's other GPUs.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -28,8 +26,9 @@ SGLANG_VARIABLES = {
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
-    """The inference servers to start, with their API key. If the small server's device is `auto`,
-    it is chosen here. Raises ConfigError if server.device=cuda and no GPU is visible."""
+    """The inference servers to start; `key` is their API key. For the small server,
+    server.device=auto becomes cuda or cpu. Raises ConfigError if server.device=cuda and no GPU is
+    visible."""
     server = config.server
     size = server.tp_size
     if server.backend == "tiny":
@@ -41,7 +40,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = server.count * size
     is_shared = len(gpus) - ranks < wanted
-    # Servers that share GPUs take them in turn, again and again.
+    # If there are too few GPUs, the servers take all GPUs in turn.
     pool = gpus * server.count if is_shared else gpus[-wanted:]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
     words += ["--tokenizer-path", config.tokenizer_path]
@@ -54,7 +53,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        # This replaces SGLang's default for float32 models, float16. The logits are float32, like
+        # Without --dtype, SGLang would run float32 models in float16. The logits are float32, like
         # the trainer's.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]

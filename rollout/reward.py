@@ -1,9 +1,9 @@
 """Compute a finite reward without delaying other episodes.
 
-A plain function in the episodes' shared event loop would make every agent wait. So
-AsyncRewardWrapper runs it in a process (workers.py), and kills the process at the time limit. The
-wait for a free process does not count towards this limit. A coroutine function runs in the event
-loop itself.
+A plain reward function in the episodes' shared event loop would make every agent wait. So
+AsyncRewardWrapper runs the function in a process (workers.py), and kills the process at the time
+limit. Waiting for a free process does not count towards the limit. A coroutine function runs in the
+event loop itself.
 
 If a reward function fails, its episode fails, because a reward of 0 would mislead the policy.
 """
@@ -21,9 +21,9 @@ from rollout.workers import WorkerPool, within
 
 @functools.cache
 def pools(users: str, size: int) -> PerLoop:
-    """Return the object that gives each event loop a pool of at most `size` processes. The `users`,
-    "agents" or "rewards", have separate pools, because an agent may hold its process for an hour,
-    and rewards must not wait."""
+    """Return, for each event loop, a pool of at most `size` processes. Agents and rewards (`users`)
+    have separate pools, because rewards must not wait for an agent that holds its process for an
+    hour."""
     return PerLoop(lambda: WorkerPool(size), WorkerPool.aclose)
 
 
@@ -32,9 +32,9 @@ class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids,
     completion_ids, **data)`.
 
-    If a plain function raises, the wrapper raises RuntimeError, but an exception of a coroutine
-    function passes through. After the time limit the wrapper raises TimeoutError. A plain function
-    must be importable in another process.
+    Raises RuntimeError if a plain function raises, and TimeoutError after the time limit. An
+    exception of a coroutine function passes through. A plain function must be importable in another
+    process.
     """
 
     reward_fn: Callable[..., Any]

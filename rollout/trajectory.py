@@ -21,7 +21,7 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. No tenso
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 
-A workflow returns at least input_ids and attention_mask. `complete` adds the rest except logprobs.
+A workflow must return input_ids and attention_mask. `complete` adds missing keys except logprobs.
 Without loss_mask, no token is trained. Without turn_ids, all trained tokens of a row form one turn.
 """
 
@@ -80,7 +80,8 @@ def head_version(traj: Trajectory) -> int | None:
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
-    """Take tokens older than `oldest` out of the loss, and return None if that leaves none."""
+    """Take tokens older than `oldest` out of the loss. Return None if all trained tokens are
+    older."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
     nothing_left = old.any() and not mask.any()
@@ -110,10 +111,10 @@ def check_trajectory_format(traj: Any) -> None:
 def complete(
     traj: Trajectory, task_id: int, version: int = 0, temperature: float = 1.0
 ) -> Trajectory:
-    """Add every missing key of the table above except logprobs, which nothing can replace, and
-    convert the given tensors to the table's dtypes. If `versions` is missing, sampled tokens get
-    `version`, the version at the episode's start, because none can be older. If `temperatures` is
-    missing, sampled tokens get `temperature`.
+    """Add the missing keys of the table above, except logprobs, which nothing can replace. Convert
+    tensors to the table's dtypes. Without `versions`, sampled tokens get `version`, the version at
+    the episode's start, because no token is older. Without `temperatures`, sampled tokens get
+    `temperature`.
     """
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
@@ -133,11 +134,10 @@ def complete(
 
 
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
-    """Pad to the longest trajectory, and stack the rows in order.
+    """Pad all rows to the length of the longest trajectory, and stack them in order.
 
-    If a key's tensors have the shape [B, L, ...] in all trajectories, they are padded along L.
-    Otherwise they are stacked without padding. Raises ValueError if there is no trajectory, or if
-    the trajectories have different keys.
+    A key is padded only if its tensors have the shape [B, L, ...] in all trajectories. Raises
+    ValueError if there is no trajectory, or if the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError(
@@ -174,9 +174,9 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
-    """Write each row to {folder}/{version}/{task_id}.jsonl, in the form that AReaL's page "Rollout
-    Workflow" shows. The field `completion` holds everything from the first generated token to the
-    end of the row, including the messages of other roles between turns."""
+    """Write the rows to {folder}/{version}/{task_id}.jsonl, in the format of AReaL's page "Rollout
+    Workflow". The field `completion` holds everything from the first generated token to the end of
+    the row, including the messages of other roles between turns."""
     lines = []
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}

@@ -1,19 +1,19 @@
 """Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
-Such code may compute for minutes, hang or crash. In the event loop that all episodes share, it
-would stop every episode, so a pool runs each call in a process that can be killed:
+User code may compute for minutes, hang or crash. In the episodes' shared event loop it would then
+stop every episode, so a pool runs each call in a process that can be killed:
 
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
 
-If the `with` block succeeds, its process serves later blocks, and global variables keep their
-values. If the block ends with an exception, a timeout or a cancellation, the process and its whole
-process group are killed.
+After a successful `with` block, the process serves later blocks, and global variables keep their
+values. After an exception, a timeout or a cancellation, the process and its whole process group are
+killed.
 
-A call is sent as a pickle that names the function, so the process imports the function's module,
-but not the main script. A result comes back as JSON, because an agent's pickle could run code in
-the trainer. Printed output and tracebacks go to the run's standard error. All processes end when
-the trainer ends, and none of them gets the trainer's keys for servers and proxy.
+A call is sent as a pickle that names the function. The process imports the function's module, but
+not the main script. A result comes back as JSON, because an agent's pickle could run code in the
+trainer. Printed output and tracebacks go to the run's standard error. All worker processes end with
+the trainer, and none gets the trainer's keys for servers and proxy.
 
 A child that has left the process group (setsid) is not killed, and a coroutine that ignores its
 cancellation keeps running. Windows is not supported.
@@ -39,7 +39,7 @@ CODE = "import sys; sys.path[:] = {}; from rollout import workers; workers.serve
 
 
 async def within(seconds: float, work: Awaitable[Any], words: str) -> Any:
-    """Await `work`. If it takes more than `seconds`, cancel it, and raise TimeoutError(words)."""
+    """Await `work`. After `seconds`, cancel it and raise TimeoutError(words)."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -60,8 +60,8 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`. If the function raises or the process ends, this
-        raises RuntimeError with the reason."""
+        """Return `function(*args, **kwargs)`. Raises RuntimeError with the reason if the function
+        raises or the process ends."""
         for code in (function, *args):
             if getattr(code, "__module__", "") == "__main__":
                 raise ValueError(f"move {code} to a module, which another process can import")
@@ -82,7 +82,6 @@ class Worker:
         return value
 
     def _exchange(self, call: bytes) -> bytes:
-        """Send a call, and block this thread until the process answers or is gone."""
         with suppress(BrokenPipeError):
             self.process.stdin.write(b"%d\n%s" % (len(call), call))
             self.process.stdin.flush()
@@ -91,7 +90,7 @@ class Worker:
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):  # an empty group raises (Linux, macOS)
             os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
+        with suppress(BrokenPipeError), self.process:  # closes the pipes, and waits for the end
             self._thread.shutdown()
 
 
@@ -104,7 +103,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Reserve a process for the `with` block, and yield `call`, which runs a function in it."""
+        """Reserve a process for the `with` block, and yield `call`, which runs a function there."""
         async with self._places:
             worker = self._idle.pop() if self._idle else Worker()
             try:
@@ -123,15 +122,15 @@ class WorkerPool:
 
 
 def serve(trainer: int) -> None:
-    """Run calls until the trainer, whose pid is `trainer`, is gone."""
+    """Run calls until the trainer (a pid) is gone."""
     calls, answers = os.dup(0), os.dup(1)
     # A child that outlives this process must not keep the trainer waiting for an answer.
     os.register_at_fork(after_in_child=lambda: os.close(answers))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the user's code prints must not look like an answer
 
-    # The thread is not a daemon, so if the loop below ends first, the process waits until the
-    # thread has killed the processes that agents have left running.
+    # The watching thread is no daemon, so this process does not exit before the thread has killed
+    # the processes that agents have left running.
     follow_parent(lambda: os.killpg(0, signal.SIGKILL), trainer, daemon=False)
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():
@@ -140,7 +139,7 @@ def serve(trainer: int) -> None:
 
 
 def outcome_of(call: bytes) -> bytes:
-    """Run a call, and return the list [value, error] as JSON. One of the two is null."""
+    """Run a call, and return [value, error] as JSON. `error` is null if the call succeeded."""
     try:
         function, args, kwargs = pickle.loads(call)
         outcome = function(*args, **kwargs), None
@@ -156,12 +155,12 @@ _runner = functools.cache(asyncio.Runner)
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Run an agent's episode. The environment gives the session's URL and key to SDK clients that
-    the agent makes without arguments."""
+    """Run an agent's episode. Environment variables give the session's URL and key to SDK clients
+    that the agent makes without arguments."""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its SDK appends /v1/messages
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # Anthropic's SDK appends /v1/messages
         "ANTHROPIC_API_KEY": api_key,
     }
     return _runner().run(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))

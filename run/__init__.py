@@ -1,5 +1,5 @@
 """Configure, start, log, checkpoint and end a run.
 
-Read config.py (every key), start.py (the parts of a run), inputs.py (task, data, model), and log.py
-and checkpoint.py (its files).
+Read config.py (every key), start.py (the parts of a run), inputs.py (task, data, model), log.py and
+checkpoint.py (the run's files).
 """

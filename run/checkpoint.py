@@ -1,12 +1,12 @@
 """Save and load the checkpoints of a run.
 
-recover/step00040 holds the trainable weights and the optimizer's state. It also lists the prompts
-that are done: those that steps 1 to 40 consumed, and those that were rejected, dropped or
-withdrawn. A restart runs all other prompts, so it skips none and trains on none twice.
+recover/step00040 holds the trainable weights, the optimizer's state and a list of finished prompts:
+those that steps 1 to 40 consumed, and those that were rejected, dropped or withdrawn. A restart
+runs all other prompts, so it skips no prompt and trains on none twice.
 
-A checkpoint is written to recover/partial, which is renamed when it is complete. sums.json has
-every file's checksum. We keep two checkpoints: if the newest is damaged, a restart uses the one
-before. On a restart, run/log.py also removes the lines of later steps from metrics.jsonl.
+A checkpoint is written to recover/partial, and the folder is renamed when it is complete. sums.json
+has every file's checksum. We keep two checkpoints, so that a restart can use the older one if the
+newest is damaged. On a restart, run/log.py removes the lines of later steps from metrics.jsonl.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from training.ranks import share
 
 
 def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None:
-    """Write a step's checkpoint. Before this, the step's line must be in metrics.jsonl, because a
+    """Write a step's checkpoint. The step's line must already be in metrics.jsonl, because a
     restart begins with the next step. All ranks call this."""
     folder = run_dir / "recover"
     new, partial = folder / f"step{step:05d}", folder / "partial"
@@ -41,8 +41,8 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
 
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
     """Restore the newest undamaged checkpoint, and return its step, or 0 if no checkpoint exists.
-    All ranks call this. The caller then pushes the weights to the servers. Raises ConfigError if
-    all checkpoints are damaged."""
+    All ranks call this. The caller must push the weights to the servers. Raises ConfigError if all
+    checkpoints are damaged."""
     folder = share(lambda: find_whole(run_dir / "recover"))
     if folder is None:
         return 0
@@ -54,7 +54,6 @@ def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
 
 
 def find_whole(recover: Path) -> Path | None:
-    """The newest undamaged checkpoint, or None if there is no checkpoint."""
     folders = sorted(recover.glob("step*"), reverse=True)
     for folder in folders:
         path = folder / "sums.json"

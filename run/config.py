@@ -1,8 +1,8 @@
 """Every key of the configuration, with its default, its range and its meaning.
 
-A key's type gives its range, and the text below the key is its help. YAML recipes and the command
-line's `key=value` words are merged, and the later value wins. `TrainConfig.model_validate` then
-checks everything, before any process starts.
+A key's type gives its range, and the text below the key is its help. `load` merges YAML recipes and
+the command line's `key=value` words, and later values win. `TrainConfig.model_validate` checks all
+values before any process starts.
 """
 
 import argparse
@@ -277,14 +277,11 @@ class TrainConfig(Keys):
 
     @property
     def concurrent_groups(self) -> int:
-        """How many prompt groups may run at once."""
         most = self.train_dataset.batch_size * (self.rollout.max_head_offpolicyness + 1)
         return self.rollout.max_concurrent_rollouts or most
 
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
-        """How evaluations sample: eval_gconfig overrides fields of gconfig, and n_samples is 1
-        unless eval_gconfig sets it."""
         merged = self.gconfig.model_dump() | {"n_samples": 1} | self.eval_gconfig
         return GenerationHyperparameters.model_validate(merged)
 
@@ -309,14 +306,14 @@ actor.optimizer.lr evaluator.interval"""
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong. The error's message is one line that says what to change."""
+    """The configuration is wrong. The message is one line, and says what to change."""
 
     is_verdict = True  # the message says everything, so no traceback is printed
 
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turn an exception in the user's code into a ConfigError: one line that starts with `what`."""
+    """Turn an exception in the user's code into a one-line ConfigError that starts with `what`."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -336,7 +333,7 @@ def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Fi
 
 def flatten(value: Any, *path: Any) -> Iterator[Any]:
     """Yield every setting of a nested dict as path and value, such as ("actor", "eps_clip") and
-    0.2. A path is not a string, because the names in a workflow's arguments may contain dots."""
+    0.2. A path is a tuple, because the names in a workflow's arguments may contain dots."""
     if not isinstance(value, dict) or not value:
         yield path, value
         return
@@ -345,8 +342,8 @@ def flatten(value: Any, *path: Any) -> Iterator[Any]:
 
 
 def merge(settings: dict[str, Any], given: Iterable[Any]) -> None:
-    """Put the settings of a recipe or of the command line into the nested `settings`, and replace
-    aliases. Raises ConfigError if a key is given by two names."""
+    """Put (path, value) pairs into the nested dict `settings`, and replace aliases. Raises
+    ConfigError if a key is given under two names."""
     names: dict[str, str] = {}  # the name by which each key was given
     for path, value in given:
         name = ".".join(map(str, path))
@@ -363,8 +360,8 @@ def merge(settings: dict[str, Any], given: Iterable[Any]) -> None:
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
-    """Return the configuration and the options of a command line. With --help or --help-all, the
-    program prints the help and exits.
+    """Return the configuration and the options of a command line. --help and --help-all print the
+    help and exit.
 
     Raises ConfigError if a key is wrong.
     """
@@ -414,8 +411,8 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return a copy of the configuration in which this machine's values replace dtype=auto and
-    threads=0. Raises ConfigError if keys contradict each other."""
+    """Return a copy of the configuration, with this machine's values for dtype=auto and threads=0.
+    Raises ConfigError if keys contradict each other."""
     config = type(config).model_validate(
         config.model_dump() | {"workflow_kwargs": config.workflow_kwargs}  # keeps objects in them
     )

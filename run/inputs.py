@@ -1,7 +1,7 @@
 """Load the inputs of a run: a task, its data, a workflow, a tokenizer and a model.
 
-A task is a module that defines `dataset(split)` and `WORKFLOW`, such as tasks/guess.py. It may also
-define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
+A task is a module, such as tasks/guess.py, that defines `dataset(split)` and `WORKFLOW`. A task may
+also define `WORKFLOW_KWARGS`, `prepare(row)`, `success(reward)`, `summary(ask, console)`, and
 `make_model(path, seed)` for a small base model. The keys model_path, workflow, train_dataset.path
 and valid_dataset.path override what the task defines. A missing or broken input raises ConfigError.
 """
@@ -76,14 +76,13 @@ class Inputs:
     eval_workflow: Any  # the same, but with the sampling of evaluations
 
     def count_successes(self, rewards: list[float]) -> float:
-        """How many rewards the task's `success` accepts, by default those above 0."""
+        """Count the rewards that the task's `success` accepts, by default those above 0."""
         judge = getattr(self.task, "success", lambda reward: reward > 0)
         return sum(map(judge, rewards))
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:
-    """Load task, data, tokenizer and workflow. `workflow` overrides the configured one, which
-    overrides the task's."""
+    """The argument `workflow` overrides config.workflow, which overrides the task's WORKFLOW."""
     from workflow import resolve_workflow
 
     with one_line(f"task={config.task}"):
@@ -93,7 +92,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
     needed = is_eval or config.evaluator.interval
     validation = load_dataset(config.valid_dataset.path, task, "valid") if needed else []
     tokenizer = None
-    if config.tokenizer_path:  # the evaluation of an endpoint needs none
+    if config.tokenizer_path:  # to evaluate an endpoint, none is needed
         with one_line(f"tokenizer_path={config.tokenizer_path}"):
             from transformers import AutoTokenizer
 
@@ -113,7 +112,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Read the samples of a JSONL file, a function or the task, and apply `prepare`."""
+    """Read samples from a JSONL file, a function or the task, and apply the task's `prepare`."""
     key = f"{split}_dataset.path"
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError(f"no data: set {key} to FILE.jsonl or module.function")
@@ -133,8 +132,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Return a loader of prompts. Their order depends only on the seed, so a restarted run draws
-    the prompts in the same order."""
+    """Return a loader of prompts. The order of prompts depends only on the seed, so it is the same
+    after a restart."""
     import torch
 
     keys = config.train_dataset

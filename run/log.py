@@ -2,7 +2,7 @@
 
 metrics.jsonl has one line per step (docs/observe.md). tokens/{step}.safetensors holds the batch of
 a step: every token with its version, its advantage, and its log-probabilities under pi_behav and
-pi_theta. If the step computed log pi_prox or log pi_ref, the file holds these, too.
+pi_theta. The file also holds log pi_prox and log pi_ref, if the step computed them.
 """
 
 import json
@@ -14,18 +14,18 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-# Numbers of groups, or of failed members, since the previous step.
+# Counts of groups (failed_members: of episodes) since the previous step.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 
 
 class Log:
-    """Writes a run's metrics and tokens. Only rank 0 has a Log."""
+    """Writes a run's metrics and tokens, on rank 0 only."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
         self.path = run.run_dir / "metrics.jsonl"
         self.path.touch()
-        # Remove the steps after the checkpoint, and damaged lines.
+        # Remove the lines of steps after the checkpoint, and damaged lines.
         for line in self.path.read_bytes().splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 if (metrics := json.loads(line))["step"] <= run.step:
@@ -35,7 +35,7 @@ class Log:
         self.counts = asdict(run.executor.stats)
 
     def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete a step's metrics, write them and the batch, and return the metrics."""
+        """Complete a step's metrics, and write them and the batch."""
         run = self.run
         counts = asdict(run.executor.stats)
         rewards = batch["rewards"][batch["side_conversations"] == 0].tolist()
@@ -43,7 +43,7 @@ class Log:
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
-        # Save the batch with its tokens' texts, so that readers need no tokenizer.
+        # Save the tokens' texts with the batch, so that readers of the file need no tokenizer.
         path = run.run_dir / "tokens" / f"{metrics['step']:05d}.safetensors"
         path.parent.mkdir(exist_ok=True)
         ids = batch["input_ids"].unique().tolist()

@@ -1,9 +1,9 @@
-"""Begin a run, hold its parts, and end all of them.
+"""Start a run, hold its parts, and end them.
 
-`begin` reads the command line and starts the servers, which load while train.py imports torch.
-Callbacks get the `Run`, which holds the configuration, the processes and the parts that train.py
-adds. Leaving the Run's `with` block ends everything that was started, even after Ctrl-C, an
-exception or a server's death. After a failure, `main` prints how to continue. Its exit codes are:
+`begin` reads the command line and starts the servers, which load their model while train.py imports
+torch. Callbacks receive the `Run`: the configuration, the processes and the parts that train.py
+adds. When the Run's `with` block ends, all its processes are ended, even after Ctrl-C, an exception
+or a server's death. After a failure, `main` prints how to continue. The exit codes are:
 
     0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 """
@@ -41,8 +41,7 @@ def revision() -> str:
 
 
 class Run:
-    """Every rank makes a Run, but only rank 0's starts servers and a proxy, and has an engine and
-    an executor."""
+    """Every rank makes a Run, but only rank 0's has servers, a proxy, an engine and an executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs
@@ -53,7 +52,7 @@ class Run:
     prints_steps = True  # unless a callback shows the steps
 
     def __init__(self, config: TrainConfig, force: bool = False) -> None:
-        """Find the run's model, claim its folder, and start the servers. With `force`, a run
+        """Find the model, claim the run's folder, and start the servers. With `force`, a run
         continues even if it began with other code, seed or data. Raises ConfigError if the run
         cannot start."""
         self.config = config = resolve(config)
@@ -78,13 +77,13 @@ class Run:
         return self.config.run_dir
 
     def claim(self, force: bool) -> None:
-        """Name the run's folder and lock it. Raises ConfigError if another process has locked it,
+        """Name the run's folder and lock it. Raises ConfigError if another process holds the lock,
         or if the run began with other code, seed or data."""
         config = self.config
         if config.trial_name == "auto":
-            # With the process id, two runs that start at once have two names.
+            # The process id distinguishes runs that start in the same second.
             config.trial_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        # `origin` names the code, the model, and all that determines the order of the prompts.
+        # `origin` names the code, the model, and everything that determines the prompts' order.
         data = config.train_dataset
         self.origin = (
             f"# revision {revision()}, seed {config.seed}, shuffle {data.shuffle},"
@@ -112,7 +111,7 @@ class Run:
         (self.run_dir / "config.yaml").write_text(f"{self.origin}\n{keys}")
 
     def start(self, children: list[Child]) -> list[str]:
-        """Start processes that end with the run, and return their URLs at once."""
+        """Start processes that end with the run. Return their URLs without waiting for them."""
         for child in children:
             child.start(self.run_dir / "logs")
             self.stack.callback(child.end)
@@ -126,7 +125,7 @@ class Run:
             child.wait_ready()
 
     def call(self, event: str, *args: Any) -> dict[str, Any]:
-        """Call the method named `event` of each callback that has one, and merge their dicts."""
+        """Call the method `event` of every callback that has it, and merge the returned dicts."""
         merged: dict[str, Any] = {}
         for callback in self.callbacks:
             merged |= getattr(callback, event, lambda *_: None)(*args) or {}
@@ -159,8 +158,8 @@ class Run:
             dist.destroy_process_group()
 
     def command(self, *words: str) -> str:
-        """This run's command, quoted for a shell. `words` take the place of trial_name, mode and
-        all words with the same keys."""
+        """This run's command, quoted for a shell, without trial_name and mode. `words` replace
+        words with the same keys."""
         keys = {"trial_name", "mode", "-u", *(word.partition("=")[0] for word in words)}
         keys |= {alias for alias in ALIASES if ALIASES[alias] in keys}
         given = [word for word in sys.orig_argv[1:] if word.partition("=")[0] not in keys]
@@ -172,16 +171,16 @@ class Run:
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
     """Read the command line and start the run's servers, before torch is imported.
 
-    The program exits here, without a run, for --help, and for mode=eval with evaluator.base_url. If
+    With --help, or with mode=eval and evaluator.base_url, the program exits here without a run. If
     the configuration is wrong, the program prints one line and exits with code 2.
     """
     raise_open_files()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide how children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide exit codes
     for caught in (signal.SIGINT, signal.SIGTERM):
         signal.signal(caught, lambda number, _: sys.exit(128 + number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
-    # By default oneDNN keeps code for 1,024 shapes. For a model of 135M parameters this code takes
-    # .7 GB, so we keep it for 32 shapes.
+    # By default, oneDNN keeps code for 1,024 shapes, which takes .7 GB for a model of 135M
+    # parameters. We keep it for 32 shapes.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     try:
         config, options = load(argv)
@@ -201,8 +200,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Without gc.freeze, each full garbage collection would visit all imported objects, which takes
-    # .2 s. All collections together would take a tenth of the demo's CPU time.
+    # Without gc.freeze, full garbage collections would visit all imported objects: .2 s each, and a
+    # tenth of the demo's CPU time in all.
     gc.freeze()
     code: Any = 0
     try:
@@ -221,9 +220,9 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
     status = code if isinstance(code, int) else 1
-    if run.rank > 0:  # if a thread of gloo held a tensor while Python ended, the rank would abort
+    if run.rank > 0:  # a gloo thread that holds a tensor while Python ends would abort the rank
         os._exit(status)
-    # Before it exits, Python waits for threads that are not daemons. An agent's thread may hang, so
+    # Before Python exits, it waits for threads that are not daemons. An agent's thread may hang, so
     # an alarm ends the process after ten seconds.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
     signal.alarm(10)

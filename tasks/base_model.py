@@ -1,22 +1,20 @@
-"""Make a small base model for a task: a word list, a chat template, a tiny Qwen3, and a warm-up by
-imitation.
+"""Make a small base model for a task: a tiny Qwen3 with its own words and chat template, which
+learns by imitation.
 
 The result is an ordinary Hugging Face directory, so a run loads the tiny model with the same code
 as a large one.
 
 **The tokenizer** has one token per word, and spaces separate words. The chat template writes every
 message as `<role> content <end>`, so the tokens of a message do not depend on other messages. The
-proxy needs this, because it appends the tokens of new messages to the sampled ones. For example,
-the conversation "guess a number", "3", "higher" has three parts: the prompt of the first turn, the
-sampled tokens `3 <end>`, and the tokens of the new message.
+proxy needs independent messages, because it appends new messages to the sampled tokens.
 
 **The model** starts with random weights, and learns in seconds to imitate a weak player of the
 task. Reinforcement learning needs this warm-up: with random weights, no answer has the right form,
 so none earns a reward. But the imitated player makes many random moves, so only reinforcement
 learning makes the model play well.
 
-**Reproducibility.** On one machine, the same seed and the same number of threads give the same
-weights. Another machine may give different weights.
+**Reproducibility.** On one machine, the same seed and number of threads give the same weights.
+Another machine may give other weights.
 """
 
 import tempfile

@@ -5,23 +5,22 @@ parameters (tasks/smollm2.py) cannot add such numbers. But it can learn to write
 
     <tool_call>{"name": "calc", "arguments": {"expression": "43+18"}}</tool_call>
 
-and to answer "61". To do so, the model must keep to this form, find the numbers and choose the
-operation.
+and to answer "61". The model must learn this form, find the numbers and choose the operation.
 
-**The agent** is an ordinary tool loop. `converse` yields each message as it comes, so that a chat
-(extras/chat.py) can run the same code. Solved problems precede every question. Without these
-examples the model never makes a right call, so it has nothing to learn from.
+**The agent** is an ordinary tool loop. `converse` yields each message as it comes, so
+extras/chat.py can use the same code. Solved problems precede every question. Without these examples
+the model never makes a right call, so it has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone. A
-call without the right value earns at most 0.2. If it earned more, the model would settle on one
-operation before trying the others.
+call without the right value earns at most 0.2. If a wrong value earned more, the model would settle
+on one operation before trying the others.
 
     0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
     0.10  a complete call    0.6  the right value
     0.15  any operation      0.8  an answer that contains it      1.0  this value alone
 
 **Held out.** The problems of the split "valid" use four templates of their own, and numbers that
-training never sees, so the model cannot have learnt an answer of this split by heart.
+training never sees, so the model cannot know their answers by heart.
 """
 
 import ast
@@ -55,8 +54,8 @@ OPERATIONS = {
 def calculate(expression: Any) -> str:
     """Return the value of an expression of integers with + - * // and brackets, else "error".
 
-    A model wrote the expression, so nothing but these operations is ever computed. The limit of 20
-    characters bounds the value and the time to compute it.
+    Nothing but these operations is ever computed, because a model wrote the expression. The limit
+    of 20 characters bounds the value and the time to compute it.
     """
     if not isinstance(expression, str) or not re.fullmatch(r"[-+*/()\d ]{1,20}", expression):
         return "error"
@@ -143,7 +142,7 @@ class CalculatorAgent:
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         """Return the reward. A wrong value ends the episode, because we never saw a model correct
-        one."""
+        its mistake."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []
@@ -185,7 +184,7 @@ def success(reward: float) -> bool:
 
 # ---------------------------------------------------------------- the problems
 
-TRAINED = [  # the operations take turns, so none prevails in a batch
+TRAINED = [  # the operations take turns, so none dominates a batch
     "Ann has {a} coins and Ben has {b} coins. How many coins do they have together? +",
     "Ann had {a} coins and gave away {b}. How many coins does she have left? -",
     "A box holds {a} eggs. How many eggs do {b} boxes hold? *",
@@ -220,8 +219,8 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
-    # Sort held-out problems by template, so that the three problems that extras/before_after.py
-    # shows have different templates.
+    # Sort held-out problems by template. Then the three problems that extras/before_after.py shows
+    # have different templates.
     each = 1 if is_train else len(HELD_OUT)
     return [problem for k in range(each) for problem in problems[k::each]]
 

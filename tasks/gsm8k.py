@@ -1,5 +1,5 @@
-"""Train on GSM8K, grade-school mathematics problems. The answer to each problem is one number, so a
-program can check it: the reward is 1 if the final answer is right, else 0.
+"""Train on GSM8K, grade-school mathematics problems. Each problem's answer is one number, which a
+program can check. The reward is 1 if the final answer is right, else 0.
 
     python train.py --config gsm8k model_path=DIR
     one attempt
@@ -7,12 +7,11 @@ program can check it: the reward is 1 if the final answer is right, else 0.
     python train.py --config gsm8k model_path=DIR workflow=tasks.gsm8k.MathAgent
     two attempts
 
-The first command uses RLVRWorkflow and the reward function below. The second uses MathAgent, an
-agent with the unmodified OpenAI SDK: if the first answer is wrong, it tells the model so and asks
-again.
+The first command uses RLVRWorkflow and the function `reward`. The second uses MathAgent, which
+tells the model if its first answer is wrong, and asks again.
 
 **Evaluation.** The base model and the trained one answer all test problems four times, with the
-same prompt and sampling. At its end, the run prints both success rates, their intervals and pass@4
+same prompt and sampling. At the end, the run prints both success rates, their intervals and pass@4
 (rollout/evaluate.py). With `mode=eval`, either command evaluates one model alone.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). To use other
@@ -20,9 +19,9 @@ problems, set `train_dataset.path` and `valid_dataset.path` to JSONL files whose
 "question" and "answer". As in GSM8K, "answer" is the whole solution, with the number after the last
 `####`.
 
-**Comparison.** If math-verify is installed, it decides whether two answers are the same number. It
-understands fractions, units and LaTeX. Without it, the reward compares the numbers that
-`last_number` finds, so 1,000 equals 1000.0, but 1/2 does not equal 0.5.
+**Comparison.** If math-verify is installed, it decides whether two answers are equal, and
+understands fractions, units and LaTeX. Without math-verify, the reward compares the numbers that
+`last_number` finds: 1,000 equals 1000.0, but 1/2 does not equal 0.5.
 """
 
 import re
@@ -66,8 +65,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    The answer is the last number in the last LaTeX box. Without a box, it is the last number after
-    `####`. Without `####`, it is the last number of the text.
+    The answer is the last number in the last LaTeX box. Without a box, the answer is the last
+    number after `####`, or else the last number of the text.
     """
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
@@ -116,8 +115,8 @@ class MathAgent:
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         messages: list = list(data["messages"])
-        # math-verify can need minutes for an answer. Called directly, it would block all other
-        # episodes.
+        # math-verify can need minutes for an answer. Called directly, math-verify would block all
+        # other episodes.
         check = AsyncRewardWrapper(is_right, self.timeout_seconds)
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)

@@ -4,18 +4,17 @@ The secret is a number from 1 to 6, and the agent has three guesses. After a wro
 answers "higher" or "lower". The reward is 1 if the secret was found, else 0. The prompt does not
 say how to search. Random guesses find about half of the secrets, and binary search finds all six.
 
-**The agent** below is an ordinary program with the unmodified OpenAI SDK. It gets a `base_url`,
-plays a game and returns the reward. It knows nothing of training, tokens or versions.
+**The agent** is an ordinary program with the unmodified OpenAI SDK, and knows nothing of training,
+tokens or versions.
 
-**Why six numbers.** With seven numbers, an agent can find every secret only if its first guess is
-4. If 4 is wrong, three numbers and two guesses are left, so the second guess must be the middle of
-the three numbers. Early in training the model has not learnt this second guess, because not every
-game reaches it, so games that begin with 4 earn the lowest reward. With most seeds training
-therefore ends in a local optimum with another first guess. With six numbers, 3 and 4 are equally
-good first guesses: each leaves two numbers on one side and three on the other. But 2 and 5 are
-local optima, because an agent that begins with 2 or 5 can find five of the six secrets. So a
-penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until
-the model has learnt the later guesses.
+**Why six numbers.** With seven numbers, an agent can find every secret only if it begins with 4. If
+4 is wrong, three numbers and two guesses are left, so the second guess must be the middle of the
+three numbers. The model learns this second guess late, because not every game reaches it. Until
+then, games that begin with 4 earn the lowest reward. So with most seeds, training ends in a local
+optimum with another first guess. With six numbers, 3 and 4 are equally good first guesses: each
+leaves two numbers on one side and three on the other. But 2 and 5 are local optima, because an
+agent that begins with 2 or 5 can find five of the six secrets. So a penalty on the distance to the
+base model (configs/demo.yaml) keeps every first guess likely until the later guesses are learnt.
 
 **Several strategies find every secret**, so the trained model may guess differently from binary
 search, which needs the fewest guesses on average. `summary` draws both strategies side by side.
@@ -54,12 +53,12 @@ def feedback(guess: int, secret: int) -> str:
 
 
 def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
-    """Return the secrets that remain after the game has answered `guess` with `word`."""
+    """Return the secrets that remain possible after the game has answered `guess` with `word`."""
     return [secret for secret in possible if secret != guess and feedback(guess, secret) == word]
 
 
 class GuessAgent:
-    """Plays one game through a chat-completions endpoint. Finding the secret earns 1.0."""
+    """Plays one game through a chat-completions endpoint."""
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)  # base_url, api_key, http_client
@@ -114,7 +113,7 @@ def play_at_random(rng: random.Random) -> list[dict]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random."""
+    """Make a two-layer Qwen3 (134k parameters) that plays at random, in the folder `path`."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)

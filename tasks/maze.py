@@ -1,16 +1,16 @@
 """A task with long answers of very different lengths: the drunkard's walk home. An answer is a path
 through a maze.
 
-The maze never changes. Its 12 x 12 cells have names like the squares of a chess board. Two corners
+The maze never changes. Its 12 x 12 cells have names like the squares of a chessboard. Two corners
 of the maze, a1 and l12, are homes. A prompt such as "from b7 to l12" names the first cell and the
-home. The answer lists every cell that the walk visits, from the first to the last. The reward
-is SPL, a navigation metric: the length of the shortest way, divided by the length of the walk. A
-walk that goes through a wall or does not end at the home earns 0.
+home. The answer lists every cell of the walk, from the first to the last. The reward is SPL, a
+navigation metric: the length of the shortest way, divided by the length of the walk. A walk that
+goes through a wall or does not end at the home earns 0.
 
-**Why this task.** The lengths of answers vary by a factor of ten. They also depend on the policy: a
-drunk's walk can reach the length limit, but the shortest way has only 54 moves on average. So some
-walks are unfinished when new weights arrive. Generation takes about as long as training, so we use
-this task to measure interruptions, staleness, and how far generation and training overlap.
+**Why this task.** Answer lengths vary by a factor of ten, so some walks are unfinished when new
+weights arrive. The lengths also depend on the policy: a drunk's walk can reach the length limit,
+but the shortest way has only 54 moves on average. Generation takes about as long as training. So
+this task shows interruptions, staleness, and the overlap of generation and training.
 
 **The base model** imitates a drunk. With probability 0.4, the drunk's next step follows the
 shortest way; otherwise it goes in a random open direction. The imitated walks are cut off after 64
@@ -30,9 +30,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# Processes that compute rewards import this module, and torch would slow their start. So the module
-# imports neither workflow.py nor base_model.py, which import torch: WORKFLOW is a string, and
-# make_model imports base_model only when it is called.
+# Processes that compute rewards import this module, and torch would slow their start. So nothing
+# that needs torch is imported here: WORKFLOW is a string, and only make_model imports base_model.
 
 SIDE = 12
 MAZE_SEED = 96
@@ -93,7 +92,7 @@ def distances(home: str) -> dict[Cell, int]:
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return 286 prompts: one from each of the other 143 cells to each home."""
+    """Return 286 prompts: one for each home and each of the other 143 cells."""
     pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
     return [
         {"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b}
@@ -102,8 +101,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells that an answer visits, or None if a word is not a cell, a move goes through
-    a wall, or the first cell is not `start`."""
+    """Return the cells that an answer visits. Return None if the walk does not begin at `start`,
+    names an unknown cell or goes through a wall."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -120,8 +119,8 @@ def reward(
     home: str,
     **_,
 ) -> float:
-    """Return SPL = S * l / max(p, l). S is 1 on success and 0 otherwise; l and p are the
-    lengths of the shortest way and of the walk.
+    """Return SPL = S * l / max(p, l). S is 1 on success, else 0. The shortest way has length l, and
+    the walk has length p.
 
     The parameters are those of AReaL's reward functions. SPL is from Anderson et al. 2018.
     """
@@ -147,7 +146,7 @@ def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
-    """Write to `path` a one-layer Qwen3 (85k parameters) that walks like a drunk."""
+    """Make a one-layer Qwen3 (85k parameters) that walks like a drunk, in the folder `path`."""
     from tasks import base_model
 
     tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])
@@ -180,10 +179,10 @@ def square(a: Cell, b: Cell) -> tuple[int, int]:
 
 
 def draw(walk: list[Cell], home: str) -> Text:
-    """Draw the maze with the walk as dots, S at its start and H at the home.
+    """Draw the maze. Dots show the walk, S its start and H the home.
 
-    The picture is 2 * SIDE + 1 squares wide and high. Cells lie in odd columns and rows, and the
-    square between two neighbours is a passage or a wall.
+    The picture is 2 * SIDE + 1 squares wide and high. Cells lie in odd columns and rows. The square
+    between two neighbours is a passage or a wall.
     """
     picture = {
         square(cell, other): ("  ", "")

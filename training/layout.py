@@ -1,8 +1,8 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-It divides the rows into pieces: each is the input of one pass, and says which hidden state predicts
-each trained token. In every layout, a token gets the log-probability that it would get if its row
-went through the model alone, so layouts differ only in time and memory.
+A layout divides the rows into pieces. A piece is the input of one pass, and says which hidden state
+predicts each trained token. In every layout, a token has the log-probability that it would have if
+its row went through the model alone. So layouts differ only in time and memory.
 
     padded    rows of similar length are stacked, and the shorter ones are padded on the right. No
               token attends to the padding after it, so no mask is needed.
@@ -14,10 +14,10 @@ Example: in the rows [a b c] and [d e] a model can predict b, c and e. The padde
 [d e -] have 6 hidden states, and the packed rows [a b c d e] have 5. In both layouts, hidden states
 0, 1 and 3 (those of a, b and d) predict b, c and e.
 
-An attention kernel that ignores position_ids would let packed rows see each other without an error,
-so these rows have an attention function of their own, `packed_attention`. A dense mask would also
-keep the rows apart, but it needs t^2 numbers for t tokens. `packed_attention` computes only full
-attention, so models with sliding windows, convolutions or recurrent states get padded rows.
+Packed rows have their own attention function, `packed_attention`, because a kernel that ignores
+position_ids would let them see each other without an error. A dense mask would also keep packed
+rows apart, but needs t^2 numbers for t tokens. `packed_attention` computes only full attention, so
+models with sliding windows, convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -34,7 +34,7 @@ from run.config import ConfigError, PPOActorConfig
 
 Batch = dict[str, Tensor]
 
-# Query heads may share key heads. torch 2.11 detects this, but later versions need an argument.
+# Query heads may share a key head. torch 2.11 detects this, but later versions need an argument.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # Configuration keys of transformers that cap, scale or shift logits or attention.
@@ -51,9 +51,8 @@ class Piece(NamedTuple):
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Make a piece from `rows`. The hidden state of token c in row r predicts token c + 1, and has
-    the index states[r, c] among the piece's hidden states. rows["row"] holds the rows' indices in
-    the batch."""
+    """Make a piece from `rows`. states[r, c] is the index of the hidden state of token c in row r,
+    which predicts token c + 1. rows["row"] holds the rows' indices in the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {
         key: x[row, before + 1] for key, x in rows.items() if x.shape == rows["loss_mask"].shape
@@ -74,19 +73,18 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows of these lengths out to n ranks in turn, the longest first, so the token counts of
-    two shares differ by at most the length of the longest row. No share is empty: if there are
-    fewer than n rows, there are fewer shares."""
+    """Deal rows out to n ranks in turn, the longest first. The token counts of two shares then
+    differ by at most the longest row's length. No share is empty: fewer than n rows make fewer
+    shares."""
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [rows[k::n] for k in range(min(n, len(rows)))]
 
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
     """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
-    For example, if 12 groups alternate between two kinds of prompts, each of 3 mini-batches has
-    both kinds, but each of 4 has only one. A group stays together, because a tree of its rows
-    contains their prompt only once. Without group_ids, each row is a group. No mini-batch is empty:
-    if there are fewer than n groups, there are fewer mini-batches."""
+    If two kinds of prompts alternate, an even n gives each mini-batch only one kind. The rows of a
+    group stay together, because their tree contains the prompt only once. Without group_ids, each
+    row is a group. No mini-batch is empty: fewer than n groups make fewer mini-batches."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
     groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
     n = min(n, len(groups))
@@ -144,8 +142,8 @@ def packed_attention(
     longest: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row of a packed piece. `query` is (1, heads, t, d), `key` and
-    `value` (1, groups, t, d), the output (1, t, heads, d)."""
+    """Causal attention within each row of a packed piece. `query` has the shape (1, heads, t, d),
+    `key` and `value` (1, groups, t, d), and the output (1, t, heads, d)."""
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     causal: Any = {"scale": scaling, "window_size": (-1, 0), **GROUPED}  # all before, none after
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)  # (t, heads, d)
@@ -153,5 +151,5 @@ def packed_attention(
 
 
 AttentionInterface.register("packed", packed_attention)
-# cuDNN is off. It would prepare a plan for every new shape, and nearly every batch has a new one.
+# cuDNN is off: it would prepare a plan for every shape, and nearly every batch has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)

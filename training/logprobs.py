@@ -1,19 +1,19 @@
 """Compute log-probabilities and entropies without the logits of the whole batch.
 
 The logits of N tokens over a vocabulary of V are an (N, V) matrix. With N = 16,384 and V = 151,936
-this matrix takes 9.3 GiB, and its softmax and its gradient are as large. But training needs only
-two numbers per token, the log-probability and the entropy.
+the logits take 9.3 GiB, and so do their softmax and their gradient. But training needs only two
+numbers per token, the log-probability and the entropy.
 
-A token's logits depend only on one hidden state, so we compute the logits of one chunk of tokens
-after another, and keep only the two numbers per token. The backward pass recomputes the logits.
-With hidden state h, output layer W, temperature tau and sampled token id:
+A token's logits depend only on one hidden state, so we compute the logits chunk by chunk, and keep
+only the two numbers per token. The backward pass recomputes the logits. With hidden state h, output
+layer W, temperature tau and sampled token id:
 
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
 With N = 4,096, forward and backward pass together take 289 MiB. Without chunks they would take
-11,733 MiB (`python bench/loss.py`), but make three matrix products instead of four. In models
-that scale, cap or shift their logits, z is not W h / tau, so training/layout.py refuses them.
+11,733 MiB (`python bench/loss.py`), but need only three matrix products instead of four. If a model
+scales, caps or shifts its logits, z is not W h / tau, so training/layout.py refuses such models.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,14 +29,14 @@ CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # limit on the logits of a c
 
 
 def chunks(weight: Tensor, *things: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut `things` (N, ...) into chunks of at most CHUNK_ELEMENTS logits."""
+    """Cut `things` (N, ...) into chunks of tokens with at most CHUNK_ELEMENTS logits each."""
     size = max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
     return zip(*(x.split(size) for x in things))
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(c, D), (V, D) -> (c, V) float32. On a GPU, the product of bfloat16 matrices is not rounded
-    to bfloat16, as in SGLang with --enable-fp32-lm-head."""
+    """(c, D), (V, D) -> (c, V) float32. On a GPU, the product of bfloat16 matrices stays float32,
+    as in SGLang with --enable-fp32-lm-head."""
     if hidden.is_cuda and weight.dtype == torch.bfloat16:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).float()
@@ -54,7 +54,7 @@ def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
     """The gradient (c, V) of sum(g logp + e entropy) with respect to z, with weights `g` and `e`
-    (c,). log_p may be overwritten, which saves another (c, V) tensor."""
+    (c,). May overwrite `log_p`, which saves another (c, V) tensor."""
     # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
     p, g = log_p.exp(), g[:, None]
     if e.any():
@@ -102,9 +102,9 @@ def token_logprobs(
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a model the method read_hidden(read, **inputs). It runs the model without its output
-    layer, and returns read(hidden, weight), where `hidden` (b, t, D) are the hidden states and
-    `weight` (V, D) is the output layer's. FSDP gathers the parameters first."""
+    """Give a model the method read_hidden(read, **inputs), which runs the model without its output
+    layer and returns read(hidden, weight). `hidden` (b, t, D) are the hidden states, and `weight`
+    (V, D) is that of the output layer. FSDP gathers the parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

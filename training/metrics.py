@@ -35,9 +35,9 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
 
-    Server and trainer have the same weights here, so their log-probabilities differ only by
-    rounding, about 1e-6 in float32. For the trainer we take log pi_prox or, if no pass has computed
-    it, log pi_theta of the first mini-batch, which was computed before any optimizer step. If the
+    For these tokens, server and trainer have the same weights, so their log-probabilities differ
+    only by rounding, about 1e-6 in float32. log p_trainer is log pi_prox. If no pass has computed
+    that, log p_trainer is log pi_theta of the first mini-batch, before any optimizer step. If the
     current weights sampled no token, the result is 0.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)

@@ -1,7 +1,7 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
 Rank 0 runs the rollouts and trains; the others only train. In a collective operation every rank
-waits for all others, so torchrun ends them if one dies.
+waits for all others, so if one rank dies, torchrun ends the others.
 """
 
 import os
@@ -28,9 +28,9 @@ def join_ranks() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Gloo must listen on the loopback interface, and not on the hostname's address.
+        # Gloo must listen on the loopback interface, not on the hostname's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # A rank may wait for hours, for example for a batch.
+    # A rank may wait for a batch for hours.
     dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
 
 

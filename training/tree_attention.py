@@ -1,13 +1,13 @@
 """Tree attention: a prefix that several rows share goes through the model once.
 
 Eight rows with answers to one prompt contain the prompt eight times. If a conversation is exported
-turn by turn, every row repeats the turns before its own. In a causal model the hidden state of a
-token depends only on the tokens up to it, so a shared prefix needs to be computed only once.
+turn by turn, every row repeats the earlier turns. In a causal model a token's hidden state depends
+only on that token and those before it, so one computation of a shared prefix is enough.
 
-The rows are sorted by their tokens, so that rows with a common prefix are neighbours. Each row then
-adds only the tokens after the prefix that it shares with the row before it. The added tokens of all
-rows, one after another, are the tree in depth-first order. The rows [a b c d], [a b e] and [a f]
-have 9 tokens, but their tree has 6:
+The rows are sorted by their tokens, so that rows with a common prefix are neighbours. Each row adds
+to the tree only the tokens after the prefix that it shares with the row before. All added tokens,
+row after row, are the tree in depth-first order. The rows [a b c d], [a b e] and [a f] have 9
+tokens, but their tree has 6:
 
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
@@ -74,8 +74,8 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
 
 
 def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
-    """Build the tree of `rows`, which are sorted. `ids` (R, T) are their tokens. `shared` (R,) is
-    the number of tokens that each row shares with the row before it."""
+    """Build the tree of the sorted `rows` with tokens `ids` (R, T). `shared` (R,) is the number of
+    tokens that each row shares with the row before it."""
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)
@@ -93,7 +93,7 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
 
 
 def cut_trees(batch: Batch, mb_tokens: int, shares: bool) -> Iterator[Piece]:
-    """Cut a batch into pieces, which are trees or, if shares=False, packed rows."""
+    """Cut a batch into pieces: trees, or packed rows if shares=False."""
     padding = ~batch["attention_mask"].bool()
     for tree in build_trees(batch["input_ids"].masked_fill(padding, -1), mb_tokens, shares):
         yield make_piece(take(batch, tree.rows), tree.states, tree.inputs)
@@ -121,8 +121,9 @@ def tree_attention(
     subtree_end: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(q k' * scaling) v, where each token attends to its ancestors and itself. `query` is
-    (1, heads, N, d), `key` and `value` (1, groups, N, d), the output (1, N, heads, d)."""
+    """softmax(q k' * scaling) v, where each token attends to its ancestors and itself. `query` has
+    the shape (1, heads, N, d), `key` and `value` (1, groups, N, d), and the output (1, N, heads,
+    d)."""
     if query.is_cuda and query.dtype == torch.bfloat16 and len(subtree_end) > BLOCK:
         tree = block_mask(subtree_end)
         return flex_attention_forward(module, query, key, value, tree, scaling=scaling)[0], None

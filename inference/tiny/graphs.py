@@ -1,17 +1,15 @@
 """Capture the decode steps of a model as CUDA graphs, which a GPU replays.
 
-A step copies its inputs to the GPU and starts kernels. It waits for the GPU only once, when it
-reads the drawn tokens (sampling.py). With 1.5B parameters, one decode step starts about a thousand
-kernels, most of them so small that the CPU takes longer to start them than the GPU takes to compute
-them. A CUDA graph avoids this delay: it is a list of kernels that is captured once, and then
-replayed by a single launch. A replay runs the same kernels at the same addresses, with these
-consequences:
+In each step, the CPU waits for the GPU only once, when it reads the drawn tokens (sampling.py).
+With 1.5B parameters, one decode step starts about a thousand kernels. Most are so small that the
+CPU takes longer to start them than the GPU takes to compute them. A CUDA graph avoids this delay:
+its kernels are captured once, and then a single launch starts all of them. A replay runs the same
+kernels at the same addresses, with these consequences:
 
-- All inputs of a step lie in one tensor, which is filled anew before each replay.
+- All inputs of a step lie in one tensor, which is refilled before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.
 - A replay reads weights and keys at fixed addresses, so new weights and keys are written there.
-- A step that is being captured can neither wait for the GPU nor copy ordinary (pageable) memory
-  from the CPU.
+- While a step is captured, it can neither wait for the GPU nor copy ordinary (pageable) CPU memory.
 """
 
 from collections.abc import Callable, Hashable
@@ -36,9 +34,9 @@ class Graphs:
         self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Return function(inputs), computed by a replay of the graph of `key`, which the first call
-        with this key captures. Calls with the same key must have the same shapes. The next call may
-        overwrite the result."""
+        """Return function(inputs), computed by a replay of the graph of `key`. The first call with
+        a key captures its graph. Calls with the same key must have the same shapes. The next call
+        may overwrite the result."""
         if key in self.captured:
             graph, fixed, out = self.captured.pop(key)
             fixed.copy_(inputs, non_blocking=True)

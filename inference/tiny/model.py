@@ -1,6 +1,6 @@
 """The forward pass of Llama, Qwen2 and Qwen3, with a cache of keys and values.
 
-The hidden state x holds one vector of D numbers for each token. Each layer adds two terms to it:
+The hidden state x holds one vector of D numbers for each token. Each layer adds two terms to x:
 
     q, k, v = W_q norm(x), W_k norm(x), W_v norm(x)          q and k are rotated by the position
     x += W_o softmax(q k' / sqrt(d)) v                       attention to this and earlier tokens
@@ -8,21 +8,21 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
 
 After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v. Qwen3 applies norm
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
-microsecond, whatever its size, so one product gives q, k and v, and another gives gate and up.
+microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
 
 `step` feeds the model those tokens of each sequence whose keys are not yet cached. Prefill, decode
-and the next turn of a conversation differ only in how many tokens these are.
+and the next turn of a conversation differ only in how many tokens they feed.
 
-*The cache* has slots of equal length (`fit`), not pages as in SGLang. A step can therefore read its
-keys in place, but a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
+*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
+place, but a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
 
-*Bits.* On one CPU thread in float32, other rows never change a row's logits. This takes care: torch
-picks kernels by matrix shapes, and two kernels can add in different orders. Four rules fix the
-order: weights are stored column by column (`_load`), products have 8 to 128 rows (`product`,
-`attend`), prompts are padded to a multiple of 8 tokens, and `key_length` rounds up the key count.
+*Bits.* On one CPU thread in float32, other rows never change a row's logits. But torch picks
+kernels by matrix shapes, and two kernels can add in different orders. Four rules fix the order:
+weights are stored column by column (`_load`), products have 8 to 128 rows (`product`, `attend`),
+prompts are padded to a multiple of 8 tokens, and `key_length` rounds up the key count.
 
 *bfloat16* halves the bytes of weights and keys. The hidden state, norms, rotation and softmax stay
-in float32. On a CPU, oneDNN reorders each matrix once (`_load`) instead of for each product.
+in float32. On a CPU, oneDNN reorders each weight matrix once (`_load`), not for each product.
 """
 
 import json
@@ -49,7 +49,7 @@ SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, t
     "rope_type": ("default",),
     "type": ("default",),  # the old name of rope_type
 }
-LAYER = {  # matrix of a layer: the folder's weights that it joins
+LAYER = {  # part of a layer: the weights of the folder that form it
     "norm_1": ["input_layernorm.weight"],  # (D,)
     "w_qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
     "b_qkv": ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"],
@@ -78,8 +78,9 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the fields of config.json, of its rope_parameters and of generation_config.json, which
-    may name more tokens that end a text. Raises ValueError for an unsupported model."""
+    """Return the fields of config.json, of its rope_parameters and of generation_config.json.
+    generation_config.json may name more tokens that end a text. Raises ValueError for an
+    unsupported model."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -99,8 +100,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return (a + ib) e^(i angle) for the halves a and b of each head of x (..., d). `rotation` is
-    complex, (..., d/2). The result interleaves the halves, which does not change q k', because q
-    and k are both interleaved."""
+    complex, (..., d/2). The result interleaves the halves, in q and k alike, so q k' is
+    unchanged."""
     a, b = x.chunk(2, dim=-1)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
@@ -121,8 +122,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     if columns > 1:
         mask = mask.repeat(1, 1, share, 1)
     if PACKS and q.is_cpu and q.dtype == torch.bfloat16:
-        # In bfloat16, two matrix products are faster than torch's own attention. The product with
-        # k takes whole slots, because torch would copy keys that are only a part of each slot.
+        # In bfloat16, two matrix products are faster than torch's own attention. The product with k
+        # takes whole slots, because torch would copy parts of slots.
         scores = torch.add(mask, (folded @ k.mT)[..., :n].float(), alpha=q.shape[-1] ** -0.5)
         out = torch.softmax(scores, -1).to(v.dtype) @ values
     else:  # in float32 on a CPU, copies of q fill the product to at least FEWEST rows
@@ -152,18 +153,17 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def round_up_a_little(n: int, multiple: int) -> int:
-    """Round n up to a multiple of `multiple` and of an eighth of the next power of 2, so that there
-    are few different results. If `multiple` is 8, they are 8, 16, ..., 64, 80, 96, 112, 128, 160
-    and so on."""
+    """Round n up to one of few results: a multiple of `multiple` and of an eighth of the next power
+    of 2. If `multiple` is 8, the results are 8, 16, ..., 64, 80, 96, 112, 128, 160 and so on."""
     return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
 def key_length(longest: int) -> int:
-    """Return how many keys each row attends to: `longest`, rounded up.
+    """Round up `longest`, the number of keys that each row attends to.
 
-    The attention kernel works in blocks of 512 keys. On two CPUs we saw that the kernel adds in a
-    different order if the last block has 256 to 448 keys. Another order changes the bits, so we
-    avoid these lengths.
+    The attention kernel works in blocks of 512 keys. On two CPUs, the kernel added in a different
+    order if the last block had 256 to 448 keys. Another order changes the bits, so such a block is
+    filled up to 512 keys.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -189,7 +189,7 @@ class Model:
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
         self.device = torch.device(device)
         self.exact = self.device.type == "cpu" and dtype == "float32"  # see "Bits" above
-        # most tokens in a step, with padding: of all prompts together, and of one prompt
+        # most tokens of a step, with padding: for all prompts together, and for one prompt
         self.prefill = 2048 if self.device.type == "cuda" else 512
         self.chunk = MOST if self.exact else self.prefill
         self.packs = PACKS and self.device.type == "cpu" and not self.exact  # oneDNN packs w_...
@@ -236,9 +236,9 @@ class Model:
         self.graphs = Graphs() if self.device.type == "cuda" else None
 
     def _load(self, named: Mapping[str, Tensor]) -> None:
-        """Join weights (out, in) along `out`, and biases, too. A joined matrix is transposed to
-        (in, out), unless oneDNN packs it. New weights are copied into the old tensors, where CUDA
-        graphs read them."""
+        """Join weights (out, in), and biases, along `out`. Unless oneDNN packs it, a joined matrix
+        is transposed to (in, out). New weights are copied into the old tensors, where CUDA graphs
+        read them."""
         for owner, part, names in self.parts:
             if names[0] not in named:
                 continue
@@ -283,7 +283,7 @@ class Model:
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
         """Return a step's inputs, (4, rows, columns): each token's id, position and place in the
         cache, and the index of its row's last token."""
-        # Rows are padded at the end. A decode has one column, a prefill a multiple of 8.
+        # Rows are padded at the end. A decode has one column, a prefill has a multiple of 8.
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)
         columns = round_up(longest, FEWEST) if longest > 1 else 1
@@ -309,8 +309,8 @@ class Model:
         places = (places[:, :, None] + offsets).flatten().clamp_(max=self.positions * groups)
 
         read = self.kv[:, :, first_slot : first_slot + rows]
-        # Each row attends to the first n_keys keys of its slot, and a token to the positions up to
-        # its own. `seen` and `mask` are (rows, 1, columns, n_keys).
+        # Each row reads the first n_keys keys of its slot. A token attends to those up to its own
+        # position. `seen` and `mask` are (rows, 1, columns, n_keys).
         seen = torch.arange(n_keys, device=self.device) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf).to(self.dtype)
         # e^(i p f): (rows, columns, 1, d/2)
@@ -343,7 +343,7 @@ class Model:
     def fit(self, longest: int) -> tuple[int, int]:
         """Return the length of a slot that holds `longest` tokens, and the number of such slots.
         The length is 64, 128, 192, 640 or a multiple of 512 (`key_length` says why). With packed
-        weights (bfloat16 on a CPU), it can also be another result of `round_up_a_little`."""
+        weights (bfloat16 on a CPU), the length can be any result of `round_up_a_little`."""
         length = round_up_a_little(longest, 64)
         length = min(length if self.packs else key_length(length), self.positions)
         return length, min(self.most_slots, self.positions // length)
@@ -366,14 +366,12 @@ class Model:
         self.kv[:, :, j, :, :n] = kept
 
     def copy(self, source: int, target: int, n: int) -> None:
-        """Copy the first n keys and values of a slot."""
         self.kv[:, :, target, :, :n] = self.kv[:, :, source, :, :n]
 
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
         RuntimeError, and changes nothing, if all weights are missing, or if one has another shape
-        or is not finite. A NaN is refused because keys computed from it would stay in the cache,
-        where no mask hides them."""
+        or is not finite. A NaN is refused, because no mask hides a NaN in cached keys."""
         joined = (names for *_, names in self.parts if not named.keys().isdisjoint(names))
         new = {name for names in joined for name in names}
         wrong = [  # a sum is quick, and finite only if all numbers are

@@ -1,12 +1,12 @@
 """The parameters of a request, and how its next token is drawn from its logits.
 
-Every draw uses one random number: a hash of the request's seed and the token's position, so other
-requests in the batch do not change it. If an aborted request is sent again with its seed and
-partial output, its next tokens get the same random numbers as without the abort.
+Every draw uses one random number: a hash of the request's seed and the token's position. So other
+requests do not change the draw. If an aborted request is sent again with its seed and partial
+output, its next tokens get the same random numbers as without the abort.
 
 Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
 trainer applies no penalty, top_p or top_k, so it leaves out tokens that were sampled with them
-(`trains_exactly` in inference/io_struct.py). At T = 0 the formula uses T = 1.
+(`trains_exactly` in inference/io_struct.py). Greedy requests (T = 0) use T = 1 in this formula.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
     """Return the next token of each sequence and its logprob. `logits` (n, vocab) are overwritten,
-    because new memory for every step would cost more time than the formulas. On a GPU, only
+    because allocating memory in every step would take longer than the computation. On a GPU, only
     `tolist` makes the CPU wait."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]

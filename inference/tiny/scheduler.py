@@ -2,8 +2,8 @@
 
 Each request becomes a sequence, which waits in its session's queue for a *slot*: one row of the
 cache of keys and values. A sequence ends exactly once, with reason stop, length or abort. A step
-feeds tokens to running sequences. When all tokens of a sequence have been fed, it gets a new one.
-In this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
+feeds tokens to running sequences. A sequence whose tokens have all been fed gets a new token. In
+this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
     prefill           A's prompt is fed
@@ -12,14 +12,14 @@ In this example A and B begin with the same 40 tokens, and C is a long prompt of
     A ends            slots B C (A)   B moves to slot 0; slot 2 keeps A's keys for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
-cache. A cache of 16,384 tokens has room for 85 slots of 192 tokens or 32 of 512. When a sequence
-outgrows its slot, all slots become longer and fewer. A sequence that loses its slot goes back to
-its queue, and its keys are computed again later. To save this work, slots grow only when needed.
+cache. A cache of 16,384 tokens has room for 85 slots of 192 tokens or 32 of 512. Slots grow only
+when a sequence needs more room, because all slots then become longer and fewer. A sequence that
+loses its slot goes back to its queue, and its keys are computed again later.
 
-*Fairness.* Sessions take turns: the one that runs the fewest sequences comes first. If all slots
-are taken, a waiting session gets a slot from one that runs at least two more sequences. A
-sequence that does not fit beside the running ones waits, and holds up its queue. For PATIENCE steps
-all other sessions may overtake it, and after that only sessions that run fewer sequences.
+*Fairness.* The session that runs the fewest sequences comes first. If all slots are taken, a
+waiting session gets a slot from one that runs at least two more sequences. A sequence that does not
+fit beside the running ones waits, and so does its queue. For PATIENCE steps, all other sessions may
+overtake a waiting sequence. After that, only sessions that run fewer sequences may overtake it.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all running sequences back to their queues.
@@ -46,7 +46,7 @@ def common(a: list[int], b: list[int]) -> int:
 class Scheduler:
     """The queues, the slots and the version of the weights."""
 
-    least_shared = 16  # computing fewer tokens again is quicker than waiting and copying
+    least_shared = 16  # it is quicker to compute fewer tokens again than to wait and copy
 
     def __init__(self, model: Any, version: str, decode: Callable[[list[int]], str]) -> None:
         self.model = model
@@ -59,7 +59,7 @@ class Scheduler:
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
-        self.decodes_next = False  # whether a decode comes next, although prompts wait
+        self.decodes_next = False  # whether a decode comes next, even if prompts wait
 
     @property
     def running(self) -> list[Sequence]:
@@ -141,8 +141,8 @@ class Scheduler:
         fed alone and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
-        # A piece's tokens attend to at most prefill * 512 keys together. On a CPU, a piece can have
-        # 128 tokens after 2,048, or 16 after 16,384.
+        # All tokens of a piece together attend to at most prefill * 512 keys. On a CPU, a piece has
+        # at most 128 tokens if 2,048 are cached, and 16 if 16,384 are.
         piece = self.model.prefill * 512 // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
         end, columns = first + 1, min(most, round_up(left[first], FEWEST))
@@ -210,8 +210,8 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Make room for the waiting session that runs the fewest sequences. If another session runs
-        at least two more, it gives up a sequence."""
+        """Make room for the waiting session that runs the fewest sequences. Sessions that run at
+        least two more give up sequences."""
         if self.n == len(self.slots):  # shorten the slots to twice the longest sequence
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
@@ -220,9 +220,9 @@ class Scheduler:
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # Other sessions can give up `spare` sequences and each still run one more than `session`.
+        # Other sessions can give up `spare` sequences if each keeps one more than `session` runs.
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
-        # If there is only one slot, a sequence of at most half the running one's length takes it.
+        # A single slot goes to a waiting sequence at most half as long as the running one.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
         if is_blocked or needed <= spare:
             for _ in range(needed):
@@ -251,7 +251,7 @@ class Scheduler:
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
         self.queues[one.session].appendleft(one)
-        self.slots[i] = copy(one)  # says whose keys these are, when `one` gets another slot
+        self.slots[i] = copy(one)  # remembers whose keys these are, if `one` gets another slot
         self.n -= 1
         self._exchange(i)
 
@@ -269,7 +269,6 @@ class Scheduler:
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
 
     def _runs(self) -> Counter[str]:
-        """Return how many sequences each session runs."""
         return Counter(one.session for one in self.running)
 
     def _finish_reason(self, sequence: Sequence) -> str:

@@ -5,16 +5,16 @@
 Everything except reading new weights happens in one thread, where the routes and the steps take
 turns in the asyncio loop. So a small model's steps do not compete with the routes for Python's
 global lock. A route reads or changes the scheduler only between two steps, so nothing needs a lock.
-But /health and /abort_request wait for the running step, which feeds at most 512 prompt tokens
-(2,048 on a GPU), or one token per sequence.
+So every route, even /abort_request, waits for the running step, which feeds at most 512 prompt
+tokens (2,048 on a GPU), or one token per sequence.
 
-A route ignores unknown fields of a body, as SGLang does. But it refuses an unknown sampling
-parameter, because ignoring one would change the tokens' distribution. It also refuses a request
-that the server could not complete, such as one longer than the context.
+A route ignores unknown fields of a body, as SGLang does. But the server refuses an unknown sampling
+parameter, because ignoring it would change the tokens' distribution. It also refuses a request that
+it could not complete, such as one longer than the context.
 
 In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, its sampling_params
-and the weights. In bfloat16 or on a GPU, they also depend on other requests, which change the
-rounding. New weights replace the old ones between two steps, and unfinished requests continue with
+and the weights. In bfloat16 or on a GPU, other requests change the rounding, and thereby the
+tokens. New weights replace the old ones between two steps, and unfinished requests continue with
 the new ones. A request continues when its client hangs up, unless /abort_request ends it. Not
 supported: streaming, prompts as text, several prompts in one request, logprobs of prompts,
 grammars, LoRA, mixtures of experts, the pause mode in_place, and new weights through a process
@@ -69,13 +69,11 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
     app = FastAPI(openapi_url=None, exception_handlers=handlers, dependencies=[Depends(check)])
 
     def wake() -> None:
-        """Start `compute` unless it is running."""
         nonlocal stepping
         if stepping is None or stepping.done():
             stepping = asyncio.create_task(compute())
 
     async def compute() -> None:
-        """Compute steps until there is nothing left to compute."""
         try:
             while scheduler.step():
                 for _ in range(3):  # a request takes three turns of the loop: read, run, answer
