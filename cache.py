@@ -16,10 +16,12 @@ messages.
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
 
-A call has read the answer that it continues: B and C have read A. A call has also read the answers
-that its new messages copy (such as a summary of the history), and those that its header names.
-calls/sessions.py finds these links, and side conversations, such as a request for a title. With
-gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1.
+A call has read the answer that it continues: B and C have read A. A call has also read answers that
+its new messages copy (such as a summary of the history) or its header names. But such a call counts
+in the mean only if it led to a reward: it was rewarded, or a call that has read its answer was. A
+side conversation, such as a request for a title, counts only if it was rewarded itself.
+calls/sessions.py finds both. With gamma = 0.5, three successive calls with rewards 0, 0, 1 get
+0.25, 0.5, 1.
 
 **Rows.** A call that is part of a row is called a **turn**. In style "individual", each turn is a
 row of its own. In "concat", each leaf of the tree and the turns that led to it are one row:
@@ -29,9 +31,8 @@ row of its own. In "concat", each leaf of the tree and the turns that led to it 
     versions    -1 -1 -1  3  3 -1 -1  4  4  4
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
-A turn joins its parent's row only if its prompt begins with the parent's prompt and answer, token
-for token. Each turn is trained with its own final reward. If several rows share a turn, only the
-first of these rows trains it.
+A turn joins its parent's row only if its prompt begins with the parent's tokens. Each turn is
+trained with its own final reward, and only in the first row that contains it.
 """
 
 import copy
@@ -217,10 +218,8 @@ class InteractionCache(dict[str, Interaction]):
         self.set_reward(None, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace every reward r(i) by the final R(i). A call that continues i always counts in the
-        mean. A call that copies or names i's answer counts only if this call or one of its readers
-        was rewarded, because a client may have made it for its own purposes. Raises Refusal for a
-        wrong discount, and RuntimeError if the rewards are already final."""
+        """Replace every reward r(i) by the final R(i). Raises Refusal for a wrong discount, and
+        RuntimeError if the rewards are already final."""
         gamma = finite(turn_discount, "discount")
         if not 0 <= gamma <= 1:
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
@@ -228,7 +227,7 @@ class InteractionCache(dict[str, Interaction]):
             raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         self._discounted = True
         finished = self.finished()
-        leads = ancestors(call for call in finished if call.reward is not None)
+        led_to_reward = ancestors(call for call in finished if call.reward is not None)
         below: defaultdict[Any, list[float]] = defaultdict(list)  # call -> R of its readers
         for call in reversed(finished):  # so every call comes after the calls that read it
             if call.is_left_out:
@@ -236,7 +235,7 @@ class InteractionCache(dict[str, Interaction]):
             # R(i) = r(i) + gamma * mean R(c)
             call.reward = (call.reward or 0.0) + gamma * fmean(below[call] or [0.0])
             for read in call.reads:
-                if read is call.parent or call in leads:
+                if read is call.parent or call in led_to_reward:
                     below[read].append(call.reward)
 
     # ---- export

@@ -125,12 +125,12 @@ class RemoteInfEngine:
                 raise
             self._hooks.after_segment(req, response, None)
 
-            # 3. Done, unless an update interrupted the segment.
+            # 3. Done, unless an update interrupted the segment before the limit.
             if response.stop_reason != "abort" or response.output_len >= g.max_new_tokens:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. A segment without tokens means that the server is paused, so wait.
+            # 4. A segment interrupted before its first token is asked for again after a pause.
             if response.output_len == before:
                 await self.sleep(0.5)
 

@@ -26,8 +26,7 @@ tokens of a turn get its A. There is no critic.
 `actor.loss` and `actor.advantages` may name other functions with the same arguments
 (extras/losses.py, extras/advantages.py).
 
-Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. In staleness.py, B
-counts groups.
+Shapes: a batch has padded rows of T tokens, N trained turns and M trained tokens.
 """
 
 from typing import Any
@@ -60,7 +59,7 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss -J and its metrics. All per-token tensors have one shape, (B, T) or flat.
+    """Return the loss -J and its metrics. All per-token tensors have one shape, (rows, T) or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. In standard
     PPO, `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are ignored, even NaN.
@@ -97,7 +96,7 @@ def ppo_actor_loss_fn(
 def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors: the row (N,) and the turn id (N,) of each trained turn, and the index
     (M,) of each trained token's turn. Tokens are in the order of the batch, row after row."""
-    trained = batch["loss_mask"] > 0  # (B, T)
+    trained = batch["loss_mask"] > 0  # (rows, T)
     key = trained.nonzero()[:, 0] * 2**32 + batch["turn_ids"][trained]  # (M,)
     turns, turn_of = torch.unique_consecutive(key, return_inverse=True)
     return turns // 2**32, turns % 2**32, turn_of
@@ -130,12 +129,12 @@ def compute_advantages(
     per_turn: bool = True,
     reward_scaling: float = 1.0,
 ) -> Tensor:
-    """Return the advantages as float32 (B, T), with 0 where nothing is trained.
+    """Return the advantages as float32 (rows, T), with 0 where nothing is trained.
 
-    The batch has loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,). Untrained turns do
-    not count towards the mean and std.
+    The batch has loss_mask, turn_ids, turn_rewards (rows, T) and group_ids (rows,). Untrained turns
+    do not count towards the mean and std.
     """
-    trained = batch["loss_mask"] > 0  # (B, T)
+    trained = batch["loss_mask"] > 0  # (rows, T)
     # Sums of float32 numbers are exact in float64, so equal rewards give A = 0.
     rewards = (batch["turn_rewards"][trained] * reward_scaling).double()  # (M,)
     rows, turn_ids, turn_of = number_turns(batch)

@@ -23,11 +23,12 @@ rollout/dispatcher.py applies a second rule, which `rollout.stale` names:
 - **wait** (default) takes the groups that started first. *Proof* that no age exceeds eta: number
   the groups that keep their places, in order of start. When group p starts, at version s, groups 1
   to p hold places, so p <= (eta + s + 1) B. Step k runs at version k - 1, so step ceil(p / B) takes
-  p at version ceil(p / B) - 1 <= eta + s. No token of p is older than s (inference/servers.py).
+  p at version ceil(p / B) - 1 <= eta + s. No token of p is older than s, because no server lags
+  behind the others (inference/servers.py).
 - **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
-  tokens with a lag above eta from the loss, and drops a group if no trained token remains. If a
-  group ends at version f, its tokens of version f are never too old. *Proof:* number the groups in
-  order of finish. As for `wait`, p <= (eta + f + 1) B, so a step takes group p by version eta + f.
+  tokens with a lag above eta from the loss, and drops a group without trained tokens. Few are
+  dropped: a group's tokens of the version f at which it ends are never too old. *Proof:* number the
+  groups in order of finish. When p ends, p <= (eta + f + 1) B, so p is taken by version eta + f.
 - **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 
 The proofs assume that every step consumes B groups, and that versions never fall. Otherwise a group

@@ -184,8 +184,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     mode: str = "inline"  # or subproc
     subproc_max_workers: int = 4
     discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
-    compaction: str = "link"  # or cut
-    export_style: str = "individual"  # a row per turn; concat (run/config.py): a row per leaf
+    compaction: str = "link"  # or cut; says which answers a call has read (run/config.py)
+    export_style: str = "individual"  # a row per turn; a run's default is concat, a row per leaf
     episode_timeout_seconds: float = 3600.0
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 

@@ -1,9 +1,9 @@
 """Send new weights to running servers.
 
-In mode `disk` the trainer writes a Hugging Face folder, which every server reads from a shared file
-system, such as /dev/shm on one machine. In mode `distributed` trainer and servers join an NCCL or
-gloo group, and the trainer broadcasts its tensors (SGLang >= 0.5.20). An update to version 7 has
-these steps:
+In mode `disk` the trainer writes a Hugging Face folder to a shared file system, such as /dev/shm,
+and every server reads this folder. In mode `distributed` trainer and servers join an NCCL or gloo
+group, and the trainer broadcasts its tensors (SGLang >= 0.5.20). An update to version 7 has these
+steps:
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -12,11 +12,11 @@ these steps:
     label "7"                  mode distributed; in mode disk, loading sets this label
     set_version(7), resume     the gate admits new groups, and the servers continue
 
-If the update fails halfway, the servers that did not complete it keep the label "7-incomplete", and
-the run ends. In mode disk, a folder gets its final name only when it is complete. In mode
-distributed, each update makes a new group, so a server may restart between updates. In NCCL, a rank
-that joins, broadcasts or leaves waits until all other ranks do the same. So while the trainer
-joins, broadcasts or leaves, a thread asks the servers to do the same (`meanwhile`).
+If the update fails halfway, the unfinished servers keep the label "7-incomplete", and the run ends.
+In mode disk, a folder gets its final name only when it is complete. In mode distributed, each
+update makes a new group, so a server may restart between updates. In NCCL, all ranks must join at
+the same time, and also broadcast and leave at the same time. So at each of these steps of the
+trainer, a thread sends the request to the servers (`meanwhile`).
 """
 
 import shutil
@@ -33,6 +33,7 @@ PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body, ti
 Bucket = list[tuple[str, Any]]  # tensors with their names in the checkpoint files
 
 UPDATE_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder or a bucket
+JOIN_TIMEOUT = 300.0  # seconds until all servers have joined the group
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -63,9 +64,9 @@ def named_buckets(
     If `learning`, yield only the trainable weights.
 
     All ranks must take all buckets, because the ranks gather each tensor together. Taking a bucket
-    empties the previous one. In memory, transformers fuses the weights of experts into tensors with
-    other names, which the servers would skip. So the buckets have the names and shapes of the
-    checkpoint files.
+    empties the previous one. Tensors have their names and shapes in the checkpoint files. In
+    memory, transformers fuses the weights of experts under other names, which the servers would
+    skip.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -112,8 +113,8 @@ def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: s
 
 
 def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = ()) -> None:
-    """Send version `meta.version` to all servers: in mode disk from `meta.directory`, in mode
-    distributed from `buckets`.
+    """Send the weights to all servers: `meta.directory` in mode disk, `buckets` in mode
+    distributed.
 
     Raises EngineError with the errors of all servers that failed.
     """
@@ -136,7 +137,7 @@ def label(post_all: PostAll, version: str, abort: bool = False) -> None:
 def update_from_distributed(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
 ) -> None:
-    """Broadcast the weights to all GPUs of the servers, in a group whose rank 0 is this process."""
+    """Broadcast the weights from this process, rank 0, to all GPUs of the servers."""
     import torch
 
     sizes = [info["tp_size"] for info in post_all("/server_info")]
@@ -164,8 +165,8 @@ def update_from_distributed(
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Send a request to all servers from a thread while the block runs. If the request and the
-    block both fail, raise the request's error, because it may have caused the block's error."""
+    """Run the block while a thread sends a request to all servers. If both fail, raise the
+    request's error, because it may have caused the block's error."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:
@@ -193,7 +194,7 @@ def join_group(address: str, port: int, rank: int, world: int, name: str, backen
     """
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=UPDATE_TIMEOUT)
+    timeout = timedelta(seconds=JOIN_TIMEOUT)
     store: Any = dist.TCPStore(address, port, world, rank == 0, timeout)
     for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)

@@ -325,10 +325,8 @@ def test_what_is_no_report() -> None:
     title = turn([user(f"Write a title for this: {REPORT}")])
     calls = turn([user("q")], REPORT), turn([user("r")], "3"), title, turn([user("13")])
     choice, other = (user(f"Which?\n{names}") for names in ("Paris\nRome", "Rome\nOslo"))
-    changing = ({"role": "system", "content": f"x-anthropic-billing-header: c={k};"} for k in "abc")
-    samples = (
-        turn([system, choice], said) for system, said in zip(changing, ("Paris", "Rome", ""))
-    )
+    billed = ({"role": "system", "content": f"x-anthropic-billing-header: c={k};"} for k in "abc")
+    samples = (turn([system, choice], said) for system, said in zip(billed, ("Paris", "Rome", "")))
     assert not any(call.reads for call in session_of(*calls, *samples).cache.values())
     assert session_of(turn([choice], "Rome"), turn([other])).cache["1"].reads
 

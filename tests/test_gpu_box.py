@@ -2,10 +2,15 @@
 
 import json
 import os
+import re
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from runs import finish
 
 CELLS = ["push", "packed", "tree", "decode", "gsm8k_tiny"]
@@ -25,3 +30,13 @@ def test_the_cells_leave_a_page_and_json(tmp_path: Path) -> None:
     last = {c["cell"]: c["figures"][-1] for c in cells if c["figures"]}
     assert max(last[name]["trainer_vs_fp32"]["max"] for name in ("packed", "tree")) < 1e-5
     assert last["gsm8k-tiny"]["steps"] == 2
+
+
+def test_the_box_has_every_package_that_its_packages_require() -> None:
+    """Without a network, one missing wheel would stop every run."""
+    listed = re.search(r'"(fastapi .*?)"', (ROOT / "bench/gpu/prepare.sh").read_text(), re.DOTALL)
+    names = {canonicalize_name(name) for name in str(listed and listed[1]).split()}
+    needed = [Requirement(text) for name in names for text in requires(name) or []]
+    missing = {canonicalize_name(r.name) for r in needed if not r.marker or r.marker.evaluate({})}
+    image = {"annotated-doc", "click", "markdown-it-py", "pygments"}  # the box's Python has these
+    assert missing - names == image

@@ -55,7 +55,7 @@ gsm8k() { # gsm8k NAME LIMIT WORDS...: the recipe's step with a random model, wh
     {train,valid}_dataset.path=tests/data/gsm8k.jsonl workflow=workflow.RLVRWorkflow workflow_kwargs.reward_fn=cells.reward \
     max_steps=$STEPS eval_gconfig.n_samples=1 evaluator.interval=0 saver.interval=0 gconfig.n_samples=8 train_dataset.batch_size=$PROMPTS \
     gconfig.max_new_tokens=$((LONGEST / 4)) weight_update.path="$SHM/weights" "$@"; }
-gsm8k_tiny() { gsm8k gsm8k-tiny 200 server.backend=tiny; } # the last step writes 25 GB: model and checkpoint
+gsm8k_tiny() { gsm8k gsm8k-tiny 240 server.backend=tiny; } # the last step writes 25 GB: model and checkpoint
 tool() { # the recipe of `make tool` with a random model of its shape
   local s=135m frozen=20; [ -n "$CPU" ] && s=tiny frozen=1
   SHAPE=$s model; run tool 90 --config tool model_path="$SHM/model-$s" actor.frozen_layers=$frozen max_steps=6; }
@@ -77,6 +77,7 @@ first() { # first what no GPU has run yet; what the CPU bounds runs together, me
 if [ -d .box ] && [ ! -f "$SITE/.ready" ]; then
   "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" .box/whl/*.whl && touch "$SITE/.ready"
   mkdir -p .cache && cp -rn .box/cache/* .cache/ 2>/dev/null
+  "$PY" -c 'import anthropic, openai, proxy' || exit 1 # without one of their wheels, every run would fail
 fi
 CARD=$([ -n "$CPU" ] || nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
 TITLE="${CARD:-CPU}, $(date -u +%F), revision $(git describe --always --dirty 2>/dev/null), cells: ${*:-first}"

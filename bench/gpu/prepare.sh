@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Collects in .box what a GPU machine without network lacks:   bash bench/gpu/prepare.sh [NAME==VERSION ...]
-# Such a machine has torch, transformers, httpx, uvloop and pytest; the rest is 13 MiB of wheels.
+# Such a machine has torch, transformers, httpx, uvloop and pytest; the rest is 14 MiB of wheels.
 # Then copy the checkout with .box there, and run `bash bench/gpu/box.sh` in it.
 set -eu
 cd "$(dirname "$0")/../.."
 grep -qxF '/.box/' .git/info/exclude 2>/dev/null || echo '/.box/' >>"$(git rev-parse --git-path info/exclude)"
-names=${*:-"fastapi starlette uvicorn httptools orjson httpx-aiohttp openai jiter sniffio pydantic pydantic_core
-  annotated-types typing-inspection anthropic docstring_parser typing_extensions anyio idna rich h11 distro
-  aiohttp aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl"}
+names=${*:-"fastapi starlette uvicorn httptools orjson openai jiter sniffio pydantic pydantic_core
+  annotated-types typing-inspection anthropic docstring_parser typing_extensions anyio idna rich h11
+  aiohttp aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl
+  httpx2 httpcore2 truststore opentelemetry-api"}
 mkdir -p .box/whl .box/cache
 for name in $names; do
   version=$(grep -iE "^${name//_/[-_]}==" constraints.txt || true)

@@ -459,9 +459,7 @@ def test_a_loop_that_gets_on_is_not_blocked(loop: Any, monkeypatch: pytest.Monke
         ("should_accept_fn=sick_agents.accept_once", "rejection"),
     ],
 )
-def test_a_run_that_hangs_in_its_first_step_is_stopped(
-    tmp_path: Path, sick: str, rule: str
-) -> None:
+def test_a_run_that_hangs_in_step_1_is_stopped(tmp_path: Path, sick: str, rule: str) -> None:
     """A strict doctor ends the run with the rule's line and code 1."""
     strict = ("callbacks=[extras.doctor.Strict]", sick)
     done = finish(command(tmp_path, *SMALL_GUESS, *strict), code=1)

@@ -226,6 +226,6 @@ def test_a_server_that_refuses_the_group_is_named(monkeypatch: pytest.MonkeyPatc
             raise RuntimeError("http://b answered 400: no group")
         return [{"tp_size": 1, "device": "cpu"}]
 
-    monkeypatch.setattr(weights, "UPDATE_TIMEOUT", 1.0)
+    monkeypatch.setattr(weights, "JOIN_TIMEOUT", 1.0)
     with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
         send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
