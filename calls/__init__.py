@@ -2,6 +2,5 @@
 
 messages.py reads the call, turn.py answers it, prompts.py makes the prompt's tokens, tools.py finds
 tool calls in the output, and replies.py writes the reply. sessions.py keeps the state of an
-episode. Workflows reach sessions through client.py or, without a proxy process, through
-extras/direct.py.
+episode. Workflows use sessions through client.py.
 """

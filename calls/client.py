@@ -9,7 +9,7 @@
 
 After an exception in the `async with` block, the client asks the proxy to forget the session. Even
 if this request fails, the caller gets the original exception. The client never repeats a request,
-because a lost connection means that the proxy has ended, and its sessions with it.
+because a lost connection means that the proxy has ended.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class AgentsClient(openai.DefaultAioHttpClient):
     async def aclose(self) -> None: ...
 
 
-# Episodes that use the same proxy share one client.
+# one Servers object per proxy
 proxy_at = functools.cache(Servers)
 agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
@@ -54,7 +54,7 @@ class OpenAIProxyClient:
         self._proxy = proxy
         self._start = {"task_id": task_id, **options}
         self.session_id = self.api_key = ""
-        self.rewarded_count = 0  # interactions with a reward, once the session has ended
+        self.rewarded_count = 0  # set when the session ends
 
     @property
     def session_url(self) -> str:
@@ -87,7 +87,7 @@ class OpenAIProxyClient:
     async def export_interactions(
         self, discount: float = 1.0, style: str = "individual"
     ) -> dict[str, Interaction]:
-        """Return the interactions with their final rewards. The proxy then forgets the session."""
+        """The proxy forgets the session after the export."""
         options = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = await self._post("/export_trajectories", **options)
         exported = answer["interactions"]

@@ -1,28 +1,28 @@
 """Bring requests of three protocols into one form.
 
-`read_request` turns a JSON body into an AgentRequest, with messages in the form that templates and
-the tree (cache.py) read:
+`read_request` turns a JSON body into an AgentRequest. The messages have the form that chat
+templates and the tree (cache.py) read:
 
     {"role": "assistant", "content": "Let me see.", "tool_calls":
      [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-**Three protocols.** A conversation is a list of items. Items are messages, whose content is a text
-or a list of blocks. In the Responses protocol, calls and results are items, too. Each block or item
-becomes a small message, and the small messages of a reply are joined. Reasoning is dropped, except
-`reasoning_content`, which templates may read. Most other fields differ only in name.
+**Three protocols.** A conversation is a list of messages, whose content is a text or a list of
+blocks. In the Responses protocol, tool calls and their results are separate items. Each block or
+item is read as a small message, and small messages that belong together are joined. Reasoning is
+dropped, except `reasoning_content`, which templates may read.
 
-**Equal messages.** A client may send an earlier reply again with null for "", a list of parts for a
-string, or other white space in a call's JSON. So the tree compares only what `canonical` returns:
-role, text, calls (id, name, arguments) and a result's id. In a system message, text that matches
-VOLATILE does not count, because some clients change it with every call. Any other changed text
-begins a new conversation.
+**Equal messages.** A client repeats an earlier reply in its next call, but may write null for "", a
+list of parts for a string, or other white space in a call's JSON. So the tree compares only role,
+text, calls (id, name, arguments) and a result's id (`canonical`). In a system message, text that
+matches VOLATILE is ignored, because some clients change it with every call.
 
 **References.** A call may send an id in place of the history (`previous_response_id`) or in place
 of an item (`item_reference`). `find` looks the id up in the session.
 
 **Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
-blocks become a placeholder: a client repeats them in every call, so a refusal would end its chat.
+blocks become PLACEHOLDER. A refusal would end the chat, because clients repeat the blocks in every
+call.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ UNSUPPORTED = (
 ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
-# Unsupported parameters are accepted if they have no effect: their value is empty or in NEUTRAL.
+# An unsupported parameter with one of these values, or empty, has no effect and is accepted.
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
 # the protocols' names -> fields of CallParameters
@@ -79,7 +79,7 @@ class AgentRequest:
 
 
 def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequest:
-    """Read a call's body. `history` is the field that holds the conversation."""
+    """`history` is the field that holds the conversation."""
     write_json(body, "body")  # refuses a body that is nested too deeply
     for name in UNSUPPORTED.split():
         if body.get(name) and body[name] not in NEUTRAL:
@@ -128,7 +128,6 @@ def _objects(body: Json, name: str) -> Iterator[tuple[Json, str]]:
 
 
 def canonical(message: Message) -> tuple[Any, ...]:
-    """Return the parts of a message that the tree compares, as a hashable tuple."""
     text, calls = message.get("content"), message.get("tool_calls")
     if message["role"] == "system":
         text = VOLATILE.sub("", message["content"])
@@ -152,8 +151,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last: Message = messages[-1] if messages else {"role": ""}
-            # An item's pieces of equal role are joined, except results. Two assistant items in a
-            # row are joined if the second is a call or the first is empty.
+            # Join an item's pieces if they have the same role, except results of tools. Join two
+            # assistant items in a row if the second is a call or the first is empty.
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":
@@ -169,8 +168,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """Yield a small message for each block and each call of an item. A small message's content is a
-    list with its text, or an empty list. A result is not split."""
+    """Yield a small message for each block and call of an item. The content of a small message is a
+    list of at most one text."""
     role, content = item.get("role"), item.get("content") or item.get("refusal") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
@@ -199,7 +198,7 @@ def _piece(block: Any, role: str, where: str) -> Message:
 
 
 def _call(raw: Any, where: str) -> Message:
-    """Return a call with decoded arguments. Arguments that are not JSON stay text."""
+    """Arguments that are not JSON stay text."""
     function = as_object(as_object(raw, where).get("function", raw), where)
     call_id, name = raw.get("call_id", raw.get("id")), function.get("name")
     arguments = function.get("arguments", function.get("input"))
@@ -214,7 +213,6 @@ def _call(raw: Any, where: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return the text of a string, a list of parts, or null."""
     text = ""
     for part in content if isinstance(content, list) else [{"text": content or ""}]:
         found = as_object(part, where)
@@ -228,7 +226,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _referred(reference: Json, find: Find) -> Json:
-    """Return the item that `reference` names. The item fc_<x>_0 is in the reply resp_<x>."""
+    """The item fc_<x>_0 is in the reply resp_<x>."""
     item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = {item["id"]: item for item in found.reply["output"]} if found and found.reply else {}
@@ -241,7 +239,6 @@ def _referred(reference: Json, find: Find) -> Json:
 
 
 def _sampling(body: Json) -> Json:
-    """Return the body's sampling parameters as checked fields of CallParameters."""
     sampling: Json = {}
     for name, key in SAMPLING.items():
         value = body.get(name)
@@ -255,7 +252,6 @@ def _sampling(body: Json) -> Json:
 
 
 def check_sampling(fields: Json, where: str) -> None:
-    """Raise Refusal unless CallParameters accepts the fields."""
     try:
         CallParameters.model_validate(fields, strict=True)
     except ValidationError as error:
@@ -264,7 +260,6 @@ def check_sampling(fields: Json, where: str) -> None:
 
 
 def _schema(form: Json) -> Json:
-    """Return {"json_schema": text} if the requested form is JSON, else {}."""
     if form.get("type", "text") == "text":
         return {}
     is_free = form["type"] == "json_object"
@@ -277,7 +272,7 @@ def _schema(form: Json) -> Json:
 
 
 def _tools(body: Json) -> list[Json]:
-    """The body's functions. Other tools, such as web_search, are ignored."""
+    """Tools that are not functions, such as web_search, are ignored."""
     tools = []
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, "function") and "input_schema" not in raw:
@@ -300,9 +295,8 @@ def names_of(tools: list[Json]) -> list[str]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """Return auto, none, required or a tool's name. `raw` is such a word, or a dict:
-    {"type": "any"}, {"type": "tool", "name": "f"}, or {"type": "function", "function": {"name":
-    "f"}}."""
+    """`raw` is a word, or a dict such as {"type": "any"}, {"type": "tool", "name": "f"} or {"type":
+    "function", "function": {"name": "f"}}."""
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name") or raw.get("type")

@@ -4,22 +4,22 @@ If the template permits it, no turn is tokenised twice. The prompt of a turn wit
 
     prompt of the parent + output of the parent + tail
 
-where the tail is what the chat template writes between the parent's answer and the next one:
+where the tail is what the chat template writes between two answers:
 
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-We render the stub [user "x", assistant SENTINEL] and the new messages. The tail is the text after
-SENTINEL, without an end mark that the output already has. No answer is rendered again, so the
-template cannot strip an answer's reasoning, and we train on the conversation as one sequence.
+To find the tail, we render the stub [user "x", assistant SENTINEL] and the new messages. The tail
+is the text after SENTINEL. If the output already has the tail's end mark, the mark is not repeated.
+No answer is rendered again, so we train on one sequence, and no answer loses its reasoning.
 
-The tail may be used only if it depends on the new messages alone. `PromptBuilder` tests this twice:
-with a user's message, and with a tool's result, which some templates write into the call. If the
-first test fails, every prompt is rendered whole. If only the second fails, prompts with new results
-are rendered whole. A turn that changes the tools is always rendered whole.
+The tail may be used only if it depends on the new messages alone. `PromptBuilder` tests this with a
+user's message and with a tool's result. If the user's message fails, every prompt is rendered
+whole. If only the tool's result fails, prompts with new results are rendered whole. A turn that
+changes the tools is always rendered whole.
 
-A template may refuse a conversation, or drop a text. Then `stricter` offers it the same texts in
-other forms, such as one system message instead of two. If it accepts none, the call is refused.
+A template may refuse a conversation, or drop a text. Then `stricter` offers the same texts in other
+forms, such as one system message instead of two.
 
 A tool's result that holds the text of a control token, such as <|im_end|>, could forge a turn. So
 `_disarm` puts BREAK into the texts of control tokens, except in what an assistant wrote.
@@ -66,8 +66,7 @@ class PromptBuilder:
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """Say in words, for `ways`, how the template renders messages like `new` after an answer.
-        SPLICED means that the text of `new` is the same after any history."""
+        """SPLICED means that the text of `new` does not depend on the history."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:
@@ -78,7 +77,7 @@ class PromptBuilder:
         return "are rendered with the whole history"
 
     def prompt(self, call: Interaction) -> list[int]:
-        """Return the prompt of a call. Raises Refusal if the template refuses the messages."""
+        """Raises Refusal if the template refuses the messages."""
         variables = dict(call.template_kwargs)
         if call.tools:
             variables["tools"] = self._disarm(call.tools)
@@ -87,16 +86,15 @@ class PromptBuilder:
             new = call.messages[len(parent.conversation) :]
             has_results = any(message["role"] == "tool" for message in new)
             if self.splices and (self.splices_results or not has_results):
-                with suppress(Refusal):  # if the template refuses stub and `new`, or drops a text
+                with suppress(Refusal):
                     return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(self._disarm(call.messages), variables))
 
     def extend(
         self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
     ) -> list[int]:
-        """Return the prompt and output of `turn`, and the tail for the messages `new`, without an
-        end mark that the output already has. Raises Refusal if the template refuses `new` after
-        STUB, or drops a text."""
+        """Return the prompt and output of `turn`, followed by the tail for the messages `new`.
+        Raises Refusal if the template refuses `new` or drops a text."""
         sampled = turn.output_tokens
         tail = self.encode(self._tail(new, variables))
         texts = enumerate(self._tokenizer.decode([token]) for token in tail)
@@ -145,7 +143,7 @@ class PromptBuilder:
 
     def _encode(self, text: str) -> list[int]:
         # For a short text, the tokenizer's Rust part takes half the time of `encode`. We use it
-        # unless the tokenizer's settings were changed. `encode_batch_fast` takes only batches.
+        # unless the tokenizer's settings were changed.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -153,7 +151,6 @@ class PromptBuilder:
 
 
 def stricter(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the messages, then the same texts in other forms, which stricter templates accept."""
     yield messages
     merged = merge(messages)
     yield merged
@@ -213,9 +210,9 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
-    """Raise Refusal unless the rendered prompt contains every text. A text escaped as JSON counts,
-    and so does an assistant's text without its reasoning. Calls are not checked, because the
-    template of tasks/base_model.py writes none."""
+    """Raise Refusal unless the rendered prompt contains every text. The text may be escaped as
+    JSON, and an assistant's reasoning may be missing. Calls are not checked, because the template
+    of tasks/base_model.py writes none."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages
@@ -240,9 +237,9 @@ def read_text(
     begun: str = "",
     keep_special: bool = False,
 ) -> str:
-    """Return an answer's text: `begun`, which is in the prompt, and the output up to its end mark
-    or the first stop string. Special tokens that calls/tools.py does not read are cut, unless
-    `keep_special` is set."""
+    """Return an answer's text up to its end mark or the first stop string. `begun` is the beginning
+    of the answer that the prompt already holds. Unless `keep_special` is set, special tokens other
+    than MARKS are dropped."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]
     special = {} if keep_special else special_tokens(tokenizer)

@@ -1,21 +1,20 @@
 """Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
-rebuilds the body. No text is streamed while the model writes. A stream begins with `opening`. Until
-the answer is complete, `progress` follows every few seconds, because clients time out if they get
-nothing or only comments. The columns show what `opening`, `progress` and `stream` send:
+rebuilds the body. A stream begins with `opening`. Until the answer is complete, `progress` is sent
+every few seconds, because clients otherwise time out. The columns show what `opening`, `progress`
+and `stream` send:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
-All ids of a reply share a suffix <x>. In the reply chatcmpl-<x>, the first call has the id
-call_<x>_0. In the reply resp_<x>, the first call is the item fc_<x>_0, and the text is the item
-msg_<x>. Only chat completions show the model's reasoning, because the vendors hide it by default in
-the other two protocols.
+All ids of a reply share a suffix <x>. In the reply resp_<x>, the first call is the item fc_<x>_0,
+and the text is the item msg_<x>. Only chat completions show the model's reasoning. In the other two
+protocols, the vendors hide it by default.
 
-Clients are strict: they need the fields role, index, usage and created_at, and accept no null,
-except as `content` beside tool calls. Anthropic's events need an `event:` line.
+Clients need the fields role, index, usage and created_at. They accept no null, except as `content`
+beside tool calls. Anthropic's events need an `event:` line.
 """
 
 import json
@@ -31,8 +30,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def error_body(error: Exception) -> Json:
-    """Return the body of an error reply, or of an error event, in a form that all SDKs read. The
-    inference server's address is hidden from the agent."""
+    """Return the body of an error reply or event, in a form that all SDKs read. The inference
+    server's address is hidden from the agent."""
     message = re.sub(r"https?://[^\s/]+", "the server", str(error))
     is_ours = getattr(error, "status", 500) >= 500
     code = getattr(error, "code", "")
@@ -42,7 +41,6 @@ def error_body(error: Exception) -> Json:
 
 
 def split(message: Message) -> tuple[list[str], list[Json]]:
-    """Return an answer's texts and calls. An empty text is left out if there are calls."""
     text, calls = message["content"], message.get("tool_calls", [])
     return [text] if text or not calls else [], calls
 
@@ -57,7 +55,7 @@ class Reply:
         self.suffix = suffix
         self.id = self.id_prefix + suffix
         self.created = int(time.time())
-        self.input_len = 0  # tokens of the prompt, once it is made
+        self.input_len = 0  # tokens of the prompt
 
     @classmethod
     def parse(cls, body: Json, find: Find) -> AgentRequest:
@@ -227,7 +225,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def write_event(data: Json, number: int) -> bytes:
-    """Return a server-sent event in ASCII, because U+2028 ends a line for some clients."""
+    """The event is ASCII, because some clients take U+2028 for the end of a line."""
     kind = data.get("type", "")
     numbered = {"sequence_number": number} if kind.startswith("response.") else {}
     name = f"event: {kind}\n" if kind else ""

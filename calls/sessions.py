@@ -6,20 +6,19 @@
     ended      | takes no calls, and waits for its export
     forgotten  | exported, or discarded because its episode has failed
 
-Sessions never expire, but the proxy that keeps them ends with its trainer. A session's calls are
-kept in memory and exported in one reply, so their number and their size are limited.
+Sessions never expire. A session's calls are kept in memory and exported in one reply, so their
+number and size are limited.
 
-**Links.** A call's reward also reaches the answers that the call has read (cache.py). A call has
-read the answer that it continues. But a summary may replace a long history, and a sub-agent may
-write a report for another agent. So a call has also read the answers that stand whole in its new
-messages, and those of the calls that its header x-pocket-areal-reads names (`Session._link`).
+**Links.** A call's reward also reaches the answers that the call has read (cache.py). A call reads
+the answer that it continues. A call may also read a summary of a long history, or a sub-agent's
+report. So a call has also read every answer that stands whole in its new messages. The header
+x-pocket-areal-reads can name further calls whose answers were read.
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Calls
-with the same first message are judged together: they are side conversations only if all of them
-look like one. A call with a child is not a side conversation, because the child has the same first
-message and a parent. If every call of a session looks like a side conversation, none counts as one.
+with the same first message are judged together: all of them must look like side conversations. If
+every call of a session looks like a side conversation, none counts as one.
 """
 
 import functools
@@ -54,9 +53,9 @@ class Session:
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
     turns: dict[int, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
-    # for links: finished call without a finished child -> its `needle`
+    # finished call without a finished child -> its `needle`
     leaves: dict[Any, str] = field(default_factory=dict)
-    # the digests of the first messages of the agent's own conversations
+    # digests of first messages that do not begin side conversations
     agent_digests: set[int] = field(default_factory=set)
 
     def check_open(self) -> None:
@@ -64,8 +63,7 @@ class Session:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
 
     def receive(self, size: int) -> None:
-        """Count `size` more bytes of a call's body. Raises Refusal if the session has ended or is
-        full."""
+        """Raises Refusal if the session has ended or is full."""
         self.check_open()
         self.size += size
         if self.size > MAX_BYTES or self.calls >= MAX_CALLS:
@@ -76,7 +74,6 @@ class Session:
             )
 
     def end(self) -> None:
-        """Refuse new calls, and stop the running ones."""
         self.ended = True
         self.turns.clear()  # breaks a cycle, so that memory is freed at once
         for turn in self.running:
@@ -92,7 +89,7 @@ class Session:
         self._link(call, read)
 
     def finish(self, call: Interaction, response: ModelResponse, output: Message) -> None:
-        """Complete a call, and keep the text by which later calls show that they have read it."""
+        """Complete a call, and store its `needle` in `leaves`."""
         self.cache.finish(call, response, output)
         self.leaves.pop(call.parent, None)
         if said := needle(output):
@@ -103,9 +100,9 @@ class Session:
             self.agent_digests.add(call.first_digest)
 
     def _link(self, call: Interaction, named: list[Interaction]) -> None:
-        """Find the calls that `call` has read besides its parent: those `named` in its header, and
-        the `leaves` whose answers stand in its new messages. `count_shared` says which new messages
-        do not count. If one of the found calls has read another, only the reader is kept.
+        """Find what `call` has read besides its parent: the calls `named` in its header, and the
+        `leaves` whose answers stand in its new messages. If one of these has read another, only the
+        reader is kept.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
@@ -143,35 +140,33 @@ class Session:
 
 
 def looks_like_side(call: Interaction) -> bool:
-    beginning = call.messages[0]["content"][:2000]  # in which a client says what it wants
+    beginning = call.messages[0]["content"][:2000]
     return not (call.tools or call.parent) and bool(SIDE.search(beginning))
 
 
 def count_shared(new: list[Message], old: list[Message]) -> int:
-    """Return how many messages at the beginning are equal. The older call's prompt had them, too,
-    so they do not show that its answer was read."""
+    """Count the equal messages at the beginning. The older call's prompt already held these
+    messages, so they cannot quote the older call's answer."""
     equal = (a == b or canonical(a) == canonical(b) for a, b in zip(new, old))
     return sum(itertools.takewhile(bool, equal))
 
 
 def unread(calls: list[Interaction]) -> list[Interaction]:
-    """Return `calls` without those that another of them has read, directly or indirectly."""
     above = ancestors(x for call in calls for x in call.reads)
     return [x for x in dict.fromkeys(calls) if x not in above]
 
 
 def needle(output: Message) -> str:
-    """Return what later calls contain if they have read this answer: the id of its first tool call,
-    or its text if it calls no tool. If the text has a <summary>, only the summary counts, because
-    Claude Code cuts away the rest."""
+    """A call has read this answer if it contains the returned text: the id of the answer's first
+    tool call or, without tool calls, the answer's text. If the text has a <summary>, only the
+    summary counts, because Claude Code cuts away the rest."""
     if calls := output.get("tool_calls"):
         return calls[0]["id"]
     return squeeze(output["content"].rpartition("<summary>")[2].partition("</summary>")[0])
 
 
 def stands(said: str, text: str) -> bool:
-    """Return whether `text` contains the whole answer. A short answer counts only on lines of its
-    own."""
+    """Whether `text` contains the answer `said`. A short answer must have lines of its own."""
     return said in text and (len(said) >= SHORT or f"\n{said}\n" in text)
 
 
@@ -183,6 +178,5 @@ def squeeze(text: str) -> str:
 
 
 def squeeze_all(messages: Iterable[Message]) -> str:
-    """Return the messages' texts and the ids of their calls, each on lines of its own."""
     parts = ((m["content"], *(call["id"] for call in m.get("tool_calls", []))) for m in messages)
     return "\0".join(f"\n{squeeze(part or '')}\n" for part in itertools.chain(*parts))

@@ -4,18 +4,16 @@ By default the model must write as Qwen and Hermes do:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-The text between the <tool_call> marks is a call if it is JSON that names an offered tool.
-Arguments, if any, must be an object, under the key `arguments` or `parameters`. The JSON is decoded
-from its beginning, so a mark inside one of its strings does not end the call. Everything else stays
-text, so the agent sees a wrong call as the model wrote it. White space is dropped around the
-reasoning, before a call, and at the end of a text with calls.
+The text between the <tool_call> marks is a call if it is JSON that names an offered tool. The JSON
+is decoded from its beginning, so a mark inside one of its strings does not end the call. Everything
+else stays text, so the agent sees a wrong call as the model wrote it.
 
 **Forced calls.** If tool_choice demands a call, the prompt ends with the call's first words
 (`opening`), which are not trained. The model writes the rest, and may still write broken JSON.
 
-**Other forms.** For other models, the key `tool_call_parser` names a function of (text, tools),
-which returns the text outside the calls, and the calls as {"name", "arguments"}. extras/parsers.py
-makes such functions from SGLang's parsers. A call in another form cannot be forced.
+**Other forms.** For other models, the key `tool_call_parser` names a function of (text, tools). The
+function returns the text outside the calls, and the calls as {"name", "arguments"}. A call in
+another form cannot be forced.
 """
 
 import json
@@ -50,8 +48,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool) -> tuple[str, str]:
-    """Return the reasoning, and the text after it. If the answer has `ended` but its <think> is
-    open, all of it counts as text: the model has skipped the reasoning that the prompt began."""
+    """Return the reasoning and the text after it. If an answer has `ended` without </think>, all of
+    it is text, because the model has skipped the reasoning."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text
@@ -66,7 +64,6 @@ def split_thinking(text: str, ended: bool) -> tuple[str, str]:
 
 
 def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
-    """Return the text outside the calls, and the calls."""
     pieces, calls, rest = [], [], 0
     for begin, end, body in find_calls(text):
         with suppress(ValueError, TypeError, KeyError):
@@ -90,8 +87,6 @@ def read_call(body: str, tools: Tools) -> Json:
 def read_answer(
     text: str, tools: Tools, suffix: str, parser: Parser = split_calls, ended: bool = False
 ) -> Message:
-    """Turn an answer's text into a message in the form of calls/messages.py. The calls get the ids
-    call_<suffix>_0, call_<suffix>_1 and so on."""
     (reasoning, rest), calls = split_thinking(text, ended), list[Any]()
     if tools:
         try:
@@ -111,10 +106,10 @@ def read_answer(
 
 
 def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser = split_calls) -> str:
-    """Return the first words of a forced call, or "" if no call is forced. For a tool f, they are
-    '<tool_call>\\n{"name": "f", "arguments": '. If the model may choose among several tools, they
-    end before the tool's name. If the prompt ends with <think> (`begun`), the words close it
-    first."""
+    """Return the first words of a forced call, or "" if no call is forced. For a tool f, the words
+    are '<tool_call>\\n{"name": "f", "arguments": '. If several tools are allowed, the words end
+    before the tool's name. If the prompt ends with <think> (`begun`), the words begin with
+    </think>."""
     if tool_choice in ("auto", "none"):
         return ""
     if parser is not split_calls:

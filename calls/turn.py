@@ -1,7 +1,7 @@
 """Answer an agent's call, from its entry into the tree to the last byte of the reply.
 
 A call enters the tree, its answer is generated and stored there, and only then is the reply sent.
-So an agent that has read a reply can at once continue or reward the call.
+So an agent can continue or reward the call as soon as the reply arrives.
 
     state      event                                          then
     running    the answer arrives                             finished; stays in the tree
@@ -11,13 +11,13 @@ So an agent that has read a reply can at once continue or reward the call.
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
 SDKs count retries in the header x-stainless-retry-count. Without this header, or with 0 in it, a
 request is always a new call. A retry joins the newest call with the same body. While that call
-runs, both requests wait for its reply. A finished call's reply must have been lost, so it is sent
-again. Nobody has read a failed call's answer, so the retry becomes a new call. If a client makes
-equal calls on purpose, the retry of an older call may get the newest call's reply.
+runs, both requests wait for its reply. If that call has finished, its reply is sent again. If that
+call has failed, the retry becomes a new call. If a client makes several equal calls, a retry may
+get the reply of the wrong one.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. The HTTP status is sent with the first event, so a call
-that fails before its first event still gets an error status.
+that fails earlier gets an error status.
 """
 
 import asyncio
@@ -79,8 +79,7 @@ class Turn:
 
     def _done(self, task: asyncio.Task) -> None:
         self.session.running.discard(self)
-        # A cancelled task keeps its exception until someone reads it, and the exception keeps this
-        # turn and its session in memory. So we read the exception here.
+        # An unread exception would keep this turn and its session in memory.
         with contextlib.suppress(asyncio.CancelledError):
             if not task.exception():
                 return
@@ -95,8 +94,8 @@ class Turn:
 
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
-        """Count a connection as waiting. Yield a future that is done when the client hangs up."""
-        hangup = asyncio.ensure_future(request.receive())  # only a disconnect can still come
+        """Yield a future that is done when the client hangs up."""
+        hangup = asyncio.ensure_future(request.receive())  # can receive only a disconnect
         self.listeners += 1
         try:
             yield hangup
@@ -105,7 +104,7 @@ class Turn:
             hangup.cancel()
             if not self.listeners and not self.task.done():
                 self.fail()
-                await asyncio.wait({self.task})  # until the server has been told to stop
+                await asyncio.wait({self.task})  # the task tells the server to stop
 
     async def _wait(self, hangup: asyncio.Future, seconds: float | None = None) -> bool:
         """Wait until the turn is done or the client hangs up. Return False after `seconds`."""
@@ -114,7 +113,7 @@ class Turn:
         return bool(done)
 
     def result(self) -> Json:
-        """Return the reply. Raises Refusal or EngineError if there is no reply."""
+        """Raises Refusal or EngineError if there is no reply."""
         if self.session.ended or self.task.cancelled() or not self.task.done():
             raise Refusal("call: its session has ended, or its caller has hung up", 410)
         return self.task.result()
@@ -125,8 +124,9 @@ class Turn:
             return self.result()
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield b"" when the answer is there or PROGRESS_SECONDS have passed, then the events. An
-        error before b"" is raised, and gets an HTTP status. A later one is sent as an event."""
+        """Yield b"" as soon as the answer is there or PROGRESS_SECONDS have passed, and then the
+        events. An error before b"" is raised, and gets an HTTP status. A later error is sent as an
+        event."""
         numbers = itertools.count()
 
         def written(*events: Json) -> bytes:
@@ -144,13 +144,13 @@ class Turn:
             except Exception as error:
                 yield written(error_body(error))
                 if not isinstance(error, Refusal | EngineError):
-                    raise  # our own mistake belongs in the log, too
-                error.__traceback__ = None  # the traceback refers to this turn
+                    raise  # an internal error belongs in the log, too
+                error.__traceback__ = None  # frees this turn
 
 
 class EventStream(StreamingResponse):
-    """Sends events. Unlike Starlette's response, this one lets the generator notice a hang-up, and
-    closes the generator whenever sending ends."""
+    """Unlike Starlette's response, this one lets the generator notice a hang-up, and closes the
+    generator when sending ends."""
 
     media_type = "text/event-stream"
     body_iterator: AsyncGenerator[bytes, None]

@@ -61,19 +61,15 @@ def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Return an SVG text element. `kind` names its CSS classes."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def bar(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
-    """Return a rectangle. `look` holds its SVG attributes, and a browser shows `hint` as a
-    tooltip."""
     title = f"<title>{escape(hint)}</title>" if hint else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:g}" {look}>{title}</rect>'
 
 
 def colour(version: int) -> str:
-    """Return the SVG attribute `fill` with the colour of a policy version."""
     return f'fill="{COLOURS[version % len(COLOURS)]}"'
 
 
@@ -81,7 +77,7 @@ def colour(version: int) -> str:
 
 
 def read_answers(run: Path, count: int) -> list[list[Any]]:
-    """Return the `count` answers with tokens of the most versions, at most one per step, as
+    """Choose the `count` answers that the most versions sampled, at most one per step. Each is
     [step, [[version, number of tokens], ...], reward]."""
     from safetensors.torch import load_file
 
@@ -105,9 +101,9 @@ def read_answers(run: Path, count: int) -> list[list[Any]]:
 def read_run(run: Path, steps: int) -> Run:
     """Return the times of a finished run's first steps, in seconds after the first group's start.
 
-    groups: [begin, end] of each prompt group. waits, trains, updates: [begin, end] of each step's
-    wait for a batch, training and weight update. trained: {version: number of tokens} of each
-    step's batch.
+    groups: [begin, end] of each prompt group
+    waits, trains, updates: [begin, end] of this phase in each step
+    trained: {version: number of tokens} of each step's batch
     """
     from safetensors.torch import load_file
 
@@ -148,7 +144,7 @@ def read_run(run: Path, steps: int) -> Run:
 
 def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
     """Return (lane, begin, end) of each group. The groups of one lane do not overlap in time."""
-    free: list[float] = []  # for each lane, the time at which its last group ends
+    free: list[float] = []  # the end of each lane's last group
     placed = []
     for begin, end in groups:
         lane = next((k for k, last in enumerate(free) if last <= begin + 1e-3), len(free))
@@ -160,8 +156,7 @@ def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
 def draw_panel(
     run: Run, top: float, scale: Callable[[float], float], until: float
 ) -> tuple[Parts, float]:
-    """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of
-    their lower end."""
+    """Return the SVG elements and the y coordinate of their lower end."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
     count = 1 + max(lane for lane, _, _ in placed)
@@ -172,9 +167,7 @@ def draw_panel(
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
             if since < min(end, until) and to > begin:
                 a, b = scale(max(since, begin)), scale(min(to, end, until))
-                gap = (
-                    1.5 if to >= end else 0
-                )  # the gap separates a group from the next group of the lane
+                gap = 1.5 if to >= end else 0  # before the lane's next group
                 where = a, top + line * lane, b - a - gap, line * 0.86
                 parts.append(bar(*where, colour(version), f"version {version}"))
     parts.append(text(4, top + 14, "groups", "small"))
@@ -212,7 +205,6 @@ def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Part
 
 
 def draw_front(data: dict[str, Any]) -> str:
-    """Draw the first steps of the asynchronous run in docs/figures.json."""
     run, until = data["run"], data["run"]["updates"][5][1]  # so no two versions share a colour
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
@@ -224,8 +216,7 @@ def draw_front(data: dict[str, Any]) -> str:
 
 
 def simulate_run(eta: int) -> Run:
-    """Simulate the first steps of the maze with the times of a finished run
-    (docs/simulate.json)."""
+    """Simulate the first steps of the maze with the times of a finished run."""
     from bench.simulate import RUNS, Simulation, replay
 
     recorded = next(run for run in json.loads(RUNS.read_text()) if run["name"].startswith("maze"))
@@ -242,8 +233,6 @@ def simulate_run(eta: int) -> Run:
 
 
 def draw_timelines() -> str:
-    """Draw the first steps of an asynchronous run above those of a synchronous run, with one time
-    axis."""
     runs = [("asynchronous, eta 2", simulate_run(2)), ("synchronous, eta 0", simulate_run(0))]
     until = runs[1][1]["updates"][4][1] + 0.2
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
@@ -258,7 +247,6 @@ def draw_timelines() -> str:
 
 
 def compared(fast: dict[str, Any], slow: dict[str, Any]) -> str:
-    """Say in one sentence what the asynchronous run gained."""
     return (
         f"asynchronous: {slow['seconds'] / fast['seconds']:.2f} times as fast; held-out success"
         f" {fast['held_out']['eval_success']:.2f} and"
@@ -268,8 +256,7 @@ def compared(fast: dict[str, Any], slow: dict[str, Any]) -> str:
 
 
 def draw_compare(data: dict[str, Any]) -> str:
-    """Draw the asynchronous and the synchronous run of bench/compare.py: the first steps of both on
-    one time axis, and their success over the whole time."""
+    """Draw the first steps of both runs of bench/compare.py, and their success below."""
     runs = {name: data["compare"][name] for name in ("asynchronous", "synchronous")}
     until = runs["asynchronous"]["run"]["updates"][-1][1] + 1
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
@@ -286,7 +273,6 @@ def draw_compare(data: dict[str, Any]) -> str:
         parts += [*panel, *draw_axis(bottom, scale, until)]
         bottom += 14
 
-    # success over the seconds of training, each point the mean of three steps
     roof, floor = bottom + 60, bottom + 220
     last = max(one["seconds"] for one in runs.values())
     x = lambda s: 64 + (640 - 72 - 110) * s / last  # noqa: E731
@@ -307,7 +293,6 @@ def draw_compare(data: dict[str, Any]) -> str:
         path = "M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v in points)
         look = "" if name == "asynchronous" else ' stroke-dasharray="5 4"'
         parts.append(f'<path d="{path}" fill="none" stroke="#818b98" stroke-width="3"{look}/>')
-        # The upper curve's name stands to the left of its middle, the lower curve's at its end.
         k, dx, anchor = (-1, 6, "start") if look else (2 * len(points) // 3, -10, "end")
         parts.append(text(x(points[k][0]) + dx, y(points[k][1]) + 4, name, "small", anchor))
     title = "Asynchronous and synchronous training of a pretrained model on the same problems"
@@ -329,7 +314,6 @@ def average(curves: list[list[float]]) -> list[float]:
 
 
 def draw_tool(data: dict[str, Any]) -> str:
-    """Draw the held-out success of a pretrained model over the steps: each run, and the mean."""
     runs = data["tool"].values()
     steps = [*next(iter(runs))]
     curves = [[data["base"], *run.values()] for run in runs]
@@ -343,7 +327,6 @@ def draw_tool(data: dict[str, Any]) -> str:
 
 
 def draw_credit(data: dict[str, Any]) -> str:
-    """Draw the success of training episodes with three discounts: single runs, and their means."""
     lines: list[Line] = []
     gammas = {"1": "#a8c0d8", "0.9": "#f6c3c9", "0": "#bcdcc0"}
     for colour, (gamma, light) in zip(COLOURS, gammas.items()):
@@ -357,8 +340,6 @@ def draw_credit(data: dict[str, Any]) -> str:
 
 
 def draw_straddle(data: dict[str, Any]) -> str:
-    """Draw answers that weight updates interrupted, each token as a square in its version's
-    colour."""
     side, line, label, rows = 4.5, 40, 140, data["answers"]
     parts = [
         text(4, 18, "A square is a token; its colour is the version that sampled it.", "small")
@@ -388,8 +369,6 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward of each call in CALLS, as the InteractionCache of cache.py computes
-    it."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 
@@ -410,8 +389,6 @@ def compute_rewards() -> dict[str, float]:
 
 
 def draw_tree() -> str:
-    """Draw the conversation tree of CALLS. An arrow points from a child to the parent, which
-    receives the child's reward."""
     parts = [
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto" markerUnits="userSpaceOnUse">'
     ]
@@ -443,11 +420,10 @@ Line = tuple[str, str, bool, list[float]]  # (name, colour, whether the line is 
 def draw_chart(
     title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str
 ) -> str:
-    """Draw a line chart. The ticks of the horizontal axis are evenly spaced, and each line has one
-    value per tick.
+    """Draw a line chart. Each line has one value per tick of the horizontal axis.
 
-    The vertical axis runs from 0 to `top`, and larger values are drawn at `top`. `below` labels the
-    horizontal axis, `beside` the vertical axis.
+    Values above `top` are drawn at `top`. `below` labels the horizontal axis, `beside` the vertical
+    axis.
     """
     width, height, left, roof = 640, 380, 44, 52
     right, floor = width - 150, height - 52
@@ -486,7 +462,6 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 
 def draw_all() -> dict[str, str]:
-    """Return {file name: SVG text} of all figures."""
     data = json.loads((DOCS / "figures.json").read_text())
     return {
         "front.svg": draw_front(data),
@@ -500,7 +475,6 @@ def draw_all() -> dict[str, str]:
 
 
 def keep(**numbers: Any) -> None:
-    """Keep numbers in docs/figures.json, and draw all figures."""
     kept = DOCS / "figures.json"
     data = json.loads(kept.read_text()) | numbers
     kept.write_text(

@@ -40,8 +40,6 @@ def tokens(tour: Tour) -> str:
 
 
 def gate(tour: Tour) -> list[str]:
-    """The gate's state at the start of the run, after two groups have started, and after the
-    weight update."""
     states = zip(("at first", "started", "updated"), tour["gates"])
     return [
         line("", list(tour["gates"][0])),
@@ -50,7 +48,6 @@ def gate(tour: Tour) -> list[str]:
 
 
 def request(tour: Tour) -> list[str]:
-    """The last turn's prompt (the parent turn's tokens and the new messages), and its answer."""
     group, k = tour["group"], tour["longest"]
     words, turns = (
         [tour["words"][i] for i in group["input_ids"][k].tolist()],
@@ -85,8 +82,7 @@ def returns(tour: Tour) -> list[list[float]]:
 
 
 def tree(tour: Tour) -> list[str]:
-    """Draw the four games as one tree of turns, with each turn's own reward r and final reward
-    R."""
+    """Draw the four games as one tree, with own rewards r and final rewards R."""
     group, lines = tour["group"], ["guess a number"]
     for k, R in enumerate(returns(tour)):
         turns, ids = group["turn_ids"][k].tolist(), group["input_ids"][k].tolist()
@@ -106,7 +102,6 @@ def tree(tour: Tour) -> list[str]:
 
 
 def age(tour: Tour) -> list[str]:
-    """The group's age when step 2 consumes it."""
     head, version = int(tour["game"]["versions"].min()), tour["gates"][2]["version"]
     return [
         f"head version {head}, consumed at version {version}: age {version - head}, at most eta = 1"
@@ -121,7 +116,6 @@ def policies(tour: Tour) -> list[str]:
 
 
 def advantages(tour: Tour) -> list[str]:
-    """The advantages of the longest game, computed here and by the project's code."""
     lines, every, k = list[str](), returns(tour), tour["longest"]
     code = tour["game"]["advantages"].tolist()
     for t, own in enumerate(every[k]):
@@ -137,7 +131,6 @@ def advantages(tour: Tour) -> list[str]:
 
 
 def loss(tour: Tour) -> list[str]:
-    """The loss of the game's tokens, computed here and by the project's code."""
     behav, prox, theta, advantages = (
         tour["game"][key].tolist() for key in (*POLICIES.values(), "advantages")
     )
@@ -171,7 +164,6 @@ MAKERS: list[Callable[[Tour], list[str]]] = [
 
 
 def fill(page: str, tour: Tour) -> str:
-    """The page with the blocks of this tour and the hash of its base model."""
     blocks = ("\n".join(["```text", *make(tour), "```"]) for make in MAKERS)
     weights = (ROOT / tour["model_path"] / "model.safetensors").read_bytes()
     page = re.sub(r"(?<=has the hash `)\w*", blake2b(weights, digest_size=4).hexdigest(), page)

@@ -3,10 +3,10 @@
 The run has eta = 1, one group in a batch, four games in a group and two steps. The tour shows the
 second group, on which step 2 trains.
 
-In an ordinary run the update comes at any moment. Here it always comes between the first and later
-turns of the second group, because PacedAgent holds groups back. The first group does not end before
-the second group's first turns. The second group's later turns wait for the third group, which
-starts after the update. The seeds are fixed, so all tours on one machine show the same numbers.
+In an ordinary run the update comes at any moment. Here the update always comes between the first
+and later turns of the second group, because PacedAgent holds groups back. The first group ends only
+after the second group's first turns. The second group's later turns wait for the third group, which
+starts after the update. With fixed seeds, all tours on one machine show the same numbers.
 """
 
 import asyncio
@@ -42,7 +42,6 @@ class PacedAgent:
         return reward
 
     async def pace(self, is_later: bool, is_over: bool) -> None:
-        """Hold back the end of a game, or a request after the game's first."""
         group = workflow_context.get().task_id
         if group == 0 and is_over:
             await self.arrived.acquire()
@@ -62,8 +61,7 @@ def read_gate(executor: Any) -> dict[str, int]:
 
 
 def train_two_steps(*words: str) -> dict[str, Any]:
-    """Train two steps with these keys. Return the states of the gate, and the second group's games
-    as tensors (4, T) or (4,)."""
+    """Return the states of the gate, and the second group's games as tensors (4, T) or (4,)."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = PPOTrainer(load([*KEYS.split(), *words, f"fileroot={folder}"])[0])
         config = trainer.config
@@ -83,8 +81,8 @@ def train_two_steps(*words: str) -> dict[str, Any]:
 
 
 def take_tour() -> dict[str, Any]:
-    """Train two steps. Return the states of the gate, the second group and its longest game that
-    found the secret. If no game with two turns found the secret, train with another seed."""
+    """Train with one seed after another, until a game of two or more turns finds the secret. Return
+    the tour with the longest such game."""
     tour = train_two_steps()
     for seed in count(2):
         group, config, tokenizer = tour["group"], tour["config"], tour.pop("tokenizer")

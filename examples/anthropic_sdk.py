@@ -1,5 +1,5 @@
-"""An agent with the Anthropic SDK, which calls the model in a loop and runs the tools that the
-model asks for."""
+"""An agent with the Anthropic SDK. It calls the model in a loop, and runs the model's tool
+calls."""
 
 from anthropic import AsyncAnthropic
 

@@ -1,7 +1,7 @@
 """An agent with AutoGen (https://microsoft.github.io/autogen): an AssistantAgent with tools.
 
 With `reflect_on_tool_use` AutoGen sends no tools when it asks for the final answer, so the list of
-tools changes in the middle of the conversation.
+tools changes during the conversation.
 """
 
 from autogen_agentchat.agents import AssistantAgent

@@ -2,9 +2,9 @@
 seconds.
 
 The agent computes ( a + b ) * c and writes a sentence with the result. An episode has three turns.
-An agent with the tools add and multiply calls add, calls multiply with the sum, and then answers. A
-coding agent has only a shell (exec_command in Codex, bash in opencode, Bash in Claude Code), and
-runs `expr 1 + 2` and `expr 3 '*' 3`.
+An agent calls the tool add, then multiply with the sum, and then answers. A coding agent has only a
+shell (exec_command in Codex, bash in opencode, Bash in Claude Code), and runs `expr 1 + 2` and
+`expr 3 '*' 3`.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)           tool: 3
                             assistant: multiply(3, 3)      tool: 9
@@ -15,7 +15,7 @@ model learns to copy numbers from the question and from the tools' results. Its 
 format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. A word outside
 the model's vocabulary becomes the unknown token. The tokenizer keeps only the last 12 words of a
 message, because the instructions of a coding agent have thousands of words. The base model already
-solves the task, so the examples only show that training can use each framework's conversations.
+solves the task. So the examples only show that training can use each framework's conversations.
 
     python -m examples.calculator .cache/calculator        # make the model's folder
 """
@@ -34,7 +34,7 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
-# maps a shell tool (Codex, opencode, Claude Code) to its argument
+# shell tool (Codex, opencode, Claude Code): name of its argument
 SHELLS = {"exec_command": "cmd", "bash": "command", "Bash": "command"}
 KINDS = "", "", "exec_command", "bash"  # kinds of conversations; "" has no shell
 WORDS = [
@@ -63,7 +63,7 @@ WORDS += [
     *map(str, range(33)),
 ]
 SHELL_WORDS = ['{"cmd":', '{"command":', '"expr', "'*'", '"']
-# Matches a word before twelve others. Special tokens split the text before the normalizer runs.
+# Matches all but the last 12 words of a message. The normalizer sees one message at a time.
 EARLY = r"(?<=\s)(?!<tool>)\S+\s+(?=(?:\S+\s+){12})"
 CHAT_TEMPLATE = (
     "{% if tools %}<system> {% for t in tools %}{{ t['function']['name'] }} {% endfor %}<end> {% endif %}"
@@ -75,7 +75,6 @@ CHAT_TEMPLATE = (
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return all 64 questions with their answers."""
     return [
         {"question": f"( {a} + {b} ) * {c}", "answer": str((a + b) * c), "numbers": (a, b, c)}
         for a, b, c in product(NUMBERS, repeat=3)
@@ -83,14 +82,11 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
-    """Return a correct conversation about a sample, for the training of the base model. `shell` is
-    the name of a coding agent's shell tool, or "" for the other agents.
+    """Return a correct conversation about a sample. `shell` names the shell tool of a coding agent.
 
-    The conversation has a system prompt with probability 1/2. If `shell` is empty, half of the
-    conversations list no tools, because some agents send requests without tools. A coding agent's
-    conversation begins with a list of tools: the shell, and up to 12 times the word "unknown" for
-    other tools. A user message of unknown words may precede the question, which may have an unknown
-    word on each side. A tool result may begin with unknown words, zeros and ones.
+    Without a shell, half of the conversations list no tools, because some agents send requests
+    without tools. With a shell, unknown words stand for what a coding agent adds: other tools, an
+    earlier message, and text around the question and the results.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)
@@ -122,7 +118,7 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
         ("tool", f"{prefix[1]} {sample['answer']}".strip()),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
-    if shell == "Bash":  # Claude Code asks for a summary, and then sends it without the question
+    if shell == "Bash":  # Claude Code asks for a summary, which then replaces the history
         about_it = ("user", "unknown " * 12)
         summary = ("assistant", f"the answer is {sample['question']}")
         summarised = [*talk[: noise.choice([3, 5])], about_it, summary]
@@ -134,7 +130,7 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
 
 
 def make_model(path: Path, steps: int = 400, kinds: Sequence[str] = KINDS) -> Path:
-    """Return the path of the model's Hugging Face folder. Make the folder if it does not exist."""
+    """Make the model's Hugging Face folder, unless it exists."""
     if not (path / "config.json").is_file():
         shells = [kind for kind in kinds if kind]
         quoted = [f'"{shell}",' for shell in shells]

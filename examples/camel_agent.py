@@ -1,7 +1,7 @@
 """An agent with CAMEL (https://www.camel-ai.org): a ChatAgent with tools.
 
 CAMEL counts tokens to limit the length of a conversation, by default with a tokenizer that it
-downloads. The `WordCounter` of this example counts words instead.
+downloads. This example counts words instead.
 """
 
 from camel.agents import ChatAgent

@@ -9,7 +9,7 @@ from examples.node_agent import NODE, run_process
 
 # This script starts Claude Code even if npm ran no install script.
 CLI = NODE / "node_modules" / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
-WINDOW = 80_000  # tokens: the smallest window that Claude Code allows, minus the answer's
+WINDOW = 80_000  # tokens: Claude Code's smallest window, minus room for the answer
 
 
 class Agent:

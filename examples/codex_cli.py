@@ -1,7 +1,7 @@
 """An agent with Codex (https://github.com/openai/codex), a coding agent that runs shell commands.
 
-The example turns off the sandbox of Codex, which cannot start in many containers. During training,
-run a coding agent in its own container.
+Codex's sandbox cannot start in many containers, so it is turned off here. During training, run a
+coding agent in its own container.
 """
 
 from examples.node_agent import BIN, run_process

@@ -1,7 +1,5 @@
 """An agent whose tools come from an MCP server (https://modelcontextprotocol.io), with the official
-SDK. The server is this file, run as a script. Each episode starts its own server and talks to it
-over stdio.
-"""
+SDK. The server is this file. Each episode starts its own server and talks to it over stdio."""
 
 import json
 import sys

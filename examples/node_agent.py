@@ -1,4 +1,4 @@
-"""Run an agent that is a program, such as a coding agent, in a process of its own.
+"""Run a program as an agent, such as a coding agent, in its own process.
 
 `make agents` installs the programs of the examples into the folder examples/node. Each process has
 a new, empty home directory, so that the agent uses neither your own settings nor the files of
@@ -17,8 +17,8 @@ BIN = NODE / "node_modules" / ".bin"
 
 
 async def run_process(*command, **variables):
-    """Run a command and return its output. `variables` are environment variables of the command.
-    Raises RuntimeError if the command fails."""
+    """Run a command with the environment variables `variables`, and return its output. Raises
+    RuntimeError if the command fails."""
     env = {
         name: value for name, value in os.environ.items() if not name.startswith("XDG_")
     } | variables

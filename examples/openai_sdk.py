@@ -1,5 +1,5 @@
-r"""An agent with the OpenAI SDK, which calls the model in a loop and runs the tools that the model
-asks for. The command below runs one episode.
+r"""An agent with the OpenAI SDK. It calls the model in a loop, and runs the model's tool calls. The
+command below runs one episode.
 
 python -m extras.episode examples.openai_sdk.Agent --model-path DIR \
     --data '{"question": "( 1 + 2 ) * 3", "answer": "9"}'

@@ -1,7 +1,7 @@
 """An agent with Vercel's AI SDK (https://ai-sdk.dev), which runs in a process of Node.js.
 
-Its code is examples/node/vercel_ai.mjs. It sends no tools when it asks for the final answer, so the
-list of tools changes in the middle of the conversation.
+The code is in examples/node/vercel_ai.mjs. The agent sends no tools when it asks for the final
+answer, so the list of tools changes during the conversation.
 """
 
 from examples.node_agent import NODE, run_process

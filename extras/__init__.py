@@ -9,9 +9,9 @@ The key `callbacks` names classes such as extras.doctor.Doctor. A run creates ea
     on_step(metrics)    after the step's line is in metrics.jsonl; all ranks get this line
     on_end(error)
 
-The folder also has engine hooks, functions that a key names, and commands such as extras.chat.
+The folder also has functions for other keys, and commands such as extras.chat.
 
-The helpers below read and write a run's files. They skip what cannot be read or written, so that
+The helpers below read and write a run's files. They skip what they cannot read or write, so that
 training continues.
 """
 
@@ -27,20 +27,16 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the JSON objects of a file, one per line. In a trace, lines may end with a comma.
-
-    A line cut off by a kill is skipped. A missing file or a pipe gives no records.
-    """
+    """Return the JSON objects of a file, one per line. A line that a kill cut off is skipped."""
     records = []
     for line in path.read_text(errors="replace").split("\n") if path.is_file() else []:
         with suppress(json.JSONDecodeError):
-            records.append(json.loads(line.rstrip(", ")))
+            records.append(json.loads(line.rstrip(", ")))  # a trace has commas
     return [record for record in records if isinstance(record, dict)]
 
 
 def read_config(folder: Path) -> Any:
-    """Return the recorded configuration as nested namespaces. An old run may lack keys. A damaged
-    file gives no keys."""
+    """Return the recorded configuration as nested namespaces. An old run may lack keys."""
     path = folder / "config.yaml"
     keys = {}
     if path.is_file():

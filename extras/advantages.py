@@ -9,9 +9,9 @@ Example: three members of a group have the returns 1, 0 and 2. With the group's 
 the advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns, which gives
 0, -1.5 and 1.5.
 
-A turn is one action, and its reward stands at its last token. A turn's reward already includes
-those of later turns (cache.py), so GAE stays within a turn. `kl_in_reward` subtracts a turn's KL
-afterwards, so the KL lowers only that turn's return.
+A turn is one action, and its reward stands at its last token. The reward already includes the
+rewards of later turns (cache.py), so GAE stays within a turn. The KL of `kl_in_reward` lowers only
+the return of its own turn.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def rloo(
 def gae(
     batch: Batch, *, gamma_lambda: float = 0.99, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """GAE (1506.02438) without a critic: earlier tokens of a turn get a smaller share of its A."""
+    """GAE (1506.02438) without a critic: earlier tokens of a turn get a smaller advantage."""
     A = base(batch, **keys)
     turn_of = number_turns(batch)[2]
     # A_t = (gamma lambda)^(last - t) A
@@ -60,7 +60,7 @@ def gae(
 
 
 def with_costs(batch: Batch, costs: Tensor, base: Advantages, **keys: Any) -> Tensor:
-    """Subtract `costs` (N,) from the turns' rewards, and return the advantages."""
+    """Subtract `costs` (N,) from the rewards of the N turns. Return the advantages."""
     trained = batch["loss_mask"] > 0
     rewards = batch["turn_rewards"].clone()
     rewards[trained] -= costs[number_turns(batch)[2]]
@@ -95,8 +95,8 @@ def kl_in_reward(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """R <- R - weight * KL, as in AReaL. A turn's KL to the reference model is the sum over its
-    tokens. Set ref.path to the reference model, and leave actor.kl_ctl at 0."""
+    """R <- R - weight * KL, as in AReaL. Set ref.path to the reference model, and leave
+    actor.kl_ctl at 0."""
     trained = batch["loss_mask"] > 0
     kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], kind)  # (M,)
     costs = weight / reward_scaling * torch.bincount(number_turns(batch)[2], kl)  # (N,)
@@ -119,9 +119,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 def without_truncated(
     batch: Batch, *, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """DAPO: mask the turns that were cut at their token limit, because more tokens might have let
-    them succeed. A masked turn (batch["loss_mask"]) counts in no loss and no baseline. If every
-    trained turn is cut, none is masked."""
+    """DAPO: mask the turns that the token limit cut off, because more tokens might have let them
+    succeed. A masked turn counts in no loss and no baseline."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     kept = batch["loss_mask"].masked_fill(cut, 0)
@@ -135,8 +134,8 @@ def row_mean(
 ) -> Tensor:
     """Every row counts the same in the loss, as in GRPO. With `length` = L, every token counts
     1 / (rows * L), as in Dr. GRPO (2503.20783). Both ways assume actor.ppo_n_minibatches=1."""
-    # The loss is a mean over M tokens and proportional to A. So A <- A * M / (S n), with S rows and
-    # n trained tokens in the token's own row.
+    # The batch has S rows and M trained tokens, n of them in the token's row. The loss is a mean
+    # over M tokens and proportional to A, so A <- A * M / (S n).
     A = base(batch, **keys)
     n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (B, 1)
     mean = n.sum() / torch.count_nonzero(n).clamp(min=1)
@@ -144,8 +143,8 @@ def row_mean(
 
 
 def informative(trajectory: Batch) -> bool:
-    """DAPO's dynamic sampling, for should_accept_fn: accept a group only if the rewards of its k-th
-    turns differ for some k. In rejected groups every advantage is 0."""
+    """DAPO's dynamic sampling, for should_accept_fn: reject a group if all its first turns have
+    equal rewards, all its second turns, and so on. Then every advantage is 0."""
     trained = trajectory["loss_mask"] > 0
     turns = trajectory["turn_ids"][trained]
     rewards = trajectory["turn_rewards"][trained]

@@ -1,11 +1,10 @@
-"""Evaluate the base model before the first step, and the trained model after the last, on the same
-validation prompts. Print up to three of the conversations before and after training, both success
-rates with Wilson intervals, and pass@k.
+"""Evaluate the model before and after training, on the same validation prompts. Print up to three
+conversations of each evaluation, both success rates with Wilson intervals, and pass@k.
 
     callbacks: [extras.before_after.BeforeAfter]
 
-The first evaluation is written to eval_base.json, and a restarted run does not repeat it. The
-second is written to eval_trained.json.
+The results go to eval_base.json and eval_trained.json. A restarted run does not evaluate the base
+model again.
 """
 
 import json
@@ -53,7 +52,7 @@ class BeforeAfter:
                 for row in read_records(file)[-1:]:
                     print(f"  {title}, reward {row['reward']:.1f}: {as_line(row['completion'])}")
         print()
-        # A callback that joined a continued run has not evaluated the base model.
+        # In a continued run, this callback may be new.
         before = {"before": json.loads(self.file.read_text())} if self.file.exists() else {}
         for title, found in (before | {"after": after}).items():
             line = f"success on held-out prompts {title}: {found['eval_success']:.3f}"
@@ -66,6 +65,5 @@ class BeforeAfter:
 
 
 def as_line(text: str) -> str:
-    """A conversation on one line, with bars in place of the chat template's marks."""
     bars = re.sub(r"(\s*<\|[^|]*\|>)+\s*", " | ", text)
     return printable(" ".join(bars.split()).strip("| "))

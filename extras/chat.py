@@ -6,13 +6,11 @@ The command serves the newest model in checkpoints/ and reads messages until Ctr
 begins a new conversation. Answers are greedy. To play the demo, think of a number from 1 to 6, type
 `guess a number`, and then `higher` or `lower`.
 
-A message with an unknown word is not sent, because the tokenizer would replace the word by the
-unknown token.
+Messages with words unknown to the tokenizer are not sent.
 
-An agent with a method `converse(client, question)`, as in tasks/calculator.py, answers every
-message as a new question, and calls its tools. Without `converse`, the model answers without tools,
-and reads the whole conversation. At the start, a command is printed that runs one episode of the
-agent (`python -m extras.episode`).
+If the run's agent has a method `converse(client, question)`, as in tasks/calculator.py, the agent
+answers with its tools, and every message is a new question. Otherwise the model itself answers, and
+reads the whole conversation.
 """
 
 import asyncio
@@ -36,14 +34,12 @@ from inference.io_struct import GenerationHyperparameters, ModelRequest
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
-    """The words that the tokenizer would replace with its unknown token."""
     unknown = tokenizer.unk_token_id
     ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in text.split()}
     return [word for word in ids if unknown is not None and unknown in ids[word]]
 
 
 def find_agent(path: str) -> Any:
-    """The class of the agent at `path`, or None."""
     with suppress(ImportError, AttributeError):  # a script may have passed an agent without a path
         named: Any = import_name(path)
         return named if hasattr(named, "run") else None
@@ -56,7 +52,6 @@ async def show(conversation: AsyncIterator[dict]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Chat until the input ends. Return 2 if there is no run or no model."""
     if "--help" in words:
         print(__doc__)
         return 0

@@ -1,7 +1,7 @@
 """An OpenAI client whose calls are answered in this process, by the proxy's code.
 
 This is the direct approach of AReaL's page "Agent Workflow". A workflow makes one client for each
-episode and needs no proxy process:
+episode:
 
     client = ArealOpenAI(engine, tokenizer)
     reply = await client.chat.completions.create(model="default", messages=messages)

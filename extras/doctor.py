@@ -6,8 +6,7 @@ median 0.3 is above 0.2, so the rule `kl` fires. The doctor then prints cause an
 run.
 
 The doctor adds four metrics. `no_signal_share` and `baseline_bias` judge the advantages.
-`canary_mismatch` and `canary_unchanged` show a server that has missed an update: after each update
-every server completes the same prompt (the canary), and the trainer scores the answers.
+`canary_mismatch` and `canary_unchanged` show a server that has missed an update (class Canary).
 
 Most rules are applied when a step ends, but a step can hang. So a thread checks every second
 whether a function blocks the event loop, and whether too many groups are rejected.
@@ -15,7 +14,7 @@ whether a function blocks the event loop, and whether too many groups are reject
 With `callbacks=[extras.doctor.Doctor]` the doctor only warns. `extras.doctor.Strict` also ends the
 run if any rule except `waiting` fires (a waiting run is slow but correct). `python -m extras.doctor
 runs/guess/one` checks a run afterwards. Its exit code is 1 if a rule fires, and 2 if there is no
-run. A rule is skipped if its metric is missing, as in runs of older revisions.
+run.
 """
 
 import sys
@@ -46,7 +45,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 1.0}
 SOLVED = 0.9  # at this success rate or above, advantages of 0 and a low entropy are normal
 BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
-# After this many batches of rejected groups, the rule `rejection` does not wait for the step's end.
+# After this many batches of rejected groups, the rule `rejection` fires before the step's end.
 REJECTED_BATCHES = 10
 CANARY_TOKENS, ANSWER_TOKENS = 32, 16  # at most, in the canary and in its answer
 CANARY_MOVE = 1e-4  # if an update moves the trainer's score by more, the answer must change
@@ -63,8 +62,7 @@ class Unhealthy(RuntimeError):
 
 
 class Rule(NamedTuple):
-    """A rule fires if `measure` of the last `steps` lines is NaN or above `limit`. `text` names the
-    cause and the remedy."""
+    """A rule fires if `measure` of the last `steps` lines is NaN or above `limit`."""
 
     name: str
     steps: int
@@ -88,7 +86,6 @@ def is_solved(lines: list[Record]) -> bool:
 
 
 def entropy_fall(lines: list[Record], config: Any) -> float:
-    """Return the factor by which the entropy has fallen, or 0 if the task is solved."""
     before = min(m["entropy"] for m in lines[:5])
     after = max(m["entropy"] for m in lines[-2:])
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
@@ -111,13 +108,12 @@ def steps_without_correction(lines: list[Record], config: Any) -> int:
 
 
 def failed_share(lines: list[Record], config: Any) -> float:
-    """The share of episodes that raised. If a group failed, all its members count."""
+    """The share of episodes that raised an exception. A failed group counts with all members."""
     members = fraction(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
     return fraction(lines, "failed", "accepted", "rejected") + members
 
 
 def is_constant(lines: list[Record], config: Any) -> bool:
-    """Whether all rewards were equal in the first steps of the run."""
     first = lines[0]
     same = all(m["reward"] == first["reward"] and m["reward_std"] == 0 for m in lines)
     return first["step"] == 1 and same
@@ -278,7 +274,6 @@ TEXTS["blocked_loop"] = (
 
 
 def examine(lines: list[Record], config: Any) -> list[Record]:
-    """Return a finding for each rule that fires at the last line."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]
@@ -313,20 +308,18 @@ def bottleneck(lines: list[Record]) -> str:
 
 
 def no_signal_share(batch: dict[str, Tensor]) -> float:
-    """The share of prompt groups whose advantages are all 0, apart from rounding."""
     signal = batch["advantages"].abs().amax(1) > 1e-6  # (B,)
     groups = batch["group_ids"]
     return 1 - len(groups[signal].unique()) / len(groups.unique())
 
 
 def adds_up_to_0(actor: Any) -> bool:
-    """Whether the advantages of a group should add up to 0."""
     is_row_mean = actor.advantages == "extras.advantages.row_mean"
     return actor.adv_norm.mean_level == "group" and not is_row_mean
 
 
 def baseline_bias(batch: dict[str, Tensor]) -> float:
-    """The largest |mean advantage| of all prompt groups. Each trained turn counts once."""
+    """The largest |mean advantage| of a prompt group. Each trained turn counts once."""
     turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
     ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn
     # Groups come from task_ids, because group_ids may be wrong.
@@ -345,12 +338,12 @@ class Canary:
     """A fixed prompt, which every server completes greedily after each update.
 
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
-    weights, the two results differ only by rounding, about 1e-6 nats in float32. In bfloat16,
-    rounding can hide a missed update, but then the answer has the same bits as before.
+    weights, the results differ only by rounding, about 1e-6 nats in float32. In bfloat16, rounding
+    can hide a missed update, but then the answer has the same bits as before.
 
-    The trainer does not wait for the new answer, but scores the previous one with the new weights.
-    At the next batch, these scores are compared with the server's log-probabilities of the new
-    answer, up to the first token in which the two answers differ.
+    The trainer does not wait for the new answer. It scores the previous answer with the new
+    weights. The next batch compares these scores with the server's log-probabilities of the new
+    answer, up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -374,7 +367,7 @@ class Canary:
             self.asked = self.thread.submit(post, "/generate", body, timeout)
 
     def start(self) -> None:
-        """Score the newest answers with new weights, and ask again. All ranks call this."""
+        """Score the newest answers with the new weights. All ranks call this."""
         self.before, self.scores = self.scores, {}
         if self.answers:
             self.scores = self.score(sorted({tuple(a.output_tokens) for a in self.answers}))
@@ -396,8 +389,7 @@ class Canary:
         return []
 
     def finish(self) -> dict[str, float]:
-        """Metrics of the last update, or {} if the new or the previous answer is missing. All ranks
-        call this."""
+        """Metrics of the last update, or {} if an answer is missing. All ranks call this."""
         now = share(self.read_answers)
         last, self.answers = self.answers, now or self.answers
         if not (now and self.scores):
@@ -414,10 +406,12 @@ def compare(
     scores: dict[Tokens, Tensor],
     before: dict[Tokens, Tensor],
 ) -> tuple[Tensor, bool]:
-    """Compare two answers of a server, `last` and `now`. The trainer has scored `last` with the new
-    weights (`scores`) and with the old ones (`before`). Return |scores - now's logprobs| (n,) in
-    nats, for the n tokens with which both answers begin. Also return whether the scores have
-    changed although the answer has not."""
+    """Compare a server's answers before and after an update, `last` and `now`.
+
+    `before` and `scores` hold the trainer's scores of `last` under the old and the new weights.
+    Return the errors |scores - now.output_logprobs| (n,) in nats for the first n tokens, which both
+    answers share. Also return whether the scores have changed although the answer has not.
+    """
     tokens = tuple(last.output_tokens)
     pairs = zip(last.output_tokens, now.output_tokens)
     n = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
@@ -431,7 +425,6 @@ def compare(
 
 
 def own_frames(thread: threading.Thread, machinery: str) -> list[FrameType]:
-    """A thread's frames, innermost first, without libraries and the loop's own file."""
     foreign = (LIBRARY, "<", machinery)
     frames = traceback.walk_stack(sys._current_frames().get(thread.ident or 0))
     paths = [(frame, frame.f_code.co_filename) for frame, _ in frames]
@@ -446,13 +439,13 @@ def cpu_seconds(thread: threading.Thread) -> float:
 
 
 def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None:
-    """The call that keeps the event loop from answering, as "name (file:line)", or None.
+    """Return the call that blocks the event loop, as "name (file:line)", or None.
 
     On an overloaded machine every call is slow, and the code that happens to run is innocent. So
     all looks during `seconds` must find the same call. We count looks instead of measuring time,
-    because a process without a core also looks less often. The thread's CPU time must be below a
-    tenth of the time (it sleeps), or at least half of `seconds` (it computes). A CPU time between
-    these limits means that the thread was waiting for a core.
+    because a process without a core also looks less often. A call that sleeps uses the CPU for less
+    than a tenth of the time, and one that computes for at least seconds / 2. Otherwise the thread
+    was waiting for a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)
@@ -526,7 +519,6 @@ class Doctor:
                     raise Unhealthy(finding["text"])
 
     def watch(self) -> None:
-        """Look at the running step every second, until the run ends."""
         executor = self.run.executor
         step = self.step
         before = executor.stats

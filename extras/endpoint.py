@@ -3,9 +3,8 @@
     OPENAI_API_KEY=KEY python train.py mode=eval evaluator.base_url=https://api.openai.com/v1
 
 The agent runs on every validation prompt as in training, but its base_url is the endpoint, and no
-tokens are recorded. The reward is the number that the agent returns, or the last value if it
-returns a dict. An episode that raises or returns None counts as rejected. No server, proxy or
-tokenizer is needed.
+tokens are recorded. The reward is the number that the agent returns, or the last value of a dict.
+An episode that raises or returns None counts as rejected.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
-    """Run the agent on every validation prompt. Raises ConfigError for a RolloutWorkflow."""
+    """Raises ConfigError for a RolloutWorkflow."""
     agent = inputs.eval_workflow
     url = config.evaluator.base_url
     if isinstance(agent, RolloutWorkflow):
@@ -54,7 +53,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
 
 
 def main(config: TrainConfig) -> int:
-    """Evaluate, print the result, and write it to eval.json. Raises ConfigError."""
+    """Evaluate and write eval.json. Raises ConfigError."""
     if config.trial_name == "auto":
         config.trial_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     inputs = load_inputs(config)

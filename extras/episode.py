@@ -4,8 +4,7 @@
 
 The command starts a proxy and, without --server URL, a small server. It calls `MyAgent().run(data)`
 as training does, and prints the tree of calls. Each call stands under the call that it continues,
-and shows its token counts and final reward. `tasks.guess.WORKFLOW` needs no --data, because its
-module has a dataset.
+and shows its token counts and final reward.
 
 If one conversation appears as two trees, the agent's framework has rewritten earlier messages. The
 section "Two roots" of docs/agents.md says what to do.
@@ -35,8 +34,7 @@ from workflow import resolve_workflow
 
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
-    """Draw an episode exported in style "individual". A conversation that reads an earlier answer
-    (a link) stands below that answer. The title counts the links."""
+    """Draw an episode. A conversation that reads an earlier answer stands below that answer."""
     links = sum(len(set(turn.reads) - {turn.parent}) for turn in interactions.values())
     root = Tree(f"{len(interactions)} turns" + f", {links} linked" * bool(links))
     branches: dict[Any, Tree] = {}
@@ -61,14 +59,13 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """Return a message's text and its tool calls, as name(arguments)."""
     functions = (call["function"] for call in with_texts(message).get("tool_calls", []))
     calls = [f"{each['name']}({each['arguments']})" for each in functions]
     return " ".join(filter(None, [message.get("content"), *calls]))
 
 
 def start_server(stack: ExitStack, model: str, key: str) -> str:
-    """Start a small server, and return its URL when it answers. `stack` ends the server."""
+    """Start a small server that `stack` ends. Return its URL."""
     words = command("inference.tiny.server", "--model-path", model)
     return start(stack, Child("server", words, variables={"POCKET_AREAL_SERVER_KEY": key}))
 

@@ -2,7 +2,7 @@
 
 Without this callback, logging prints every failure with its traceback, so one mistake in an agent
 fills the screen. Failures of one kind have the same exception type and place. The first failure of
-a kind is printed, and its traceback goes to logs/failures.log. Later ones are only counted:
+a kind is printed, and its traceback goes to logs/failures.log. Later failures are only counted:
 
     task 0 failed: OSError('no board'), in run (agent.py:7); traceback: runs/.../logs/failures.log
     failed 38 times: task 0 failed: OSError('no board'), in run (agent.py:7)
@@ -24,7 +24,6 @@ LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 
 
 def place_of(error: BaseException) -> str:
-    """Return the traceback's innermost line outside of libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     return "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in ours[-1:])
@@ -61,7 +60,6 @@ class Failures(logging.Handler):
                     print("".join(traceback.format_exception(error)), file=file)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Print the five most frequent failures that occurred more than once."""
         logger.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

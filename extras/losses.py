@@ -1,16 +1,16 @@
 """Variants of the loss for the key `actor.loss`, such as `actor.loss=extras.losses.cispo`.
 
-A variant calls a `base` loss with changed arguments: `gspo` changes ppo.py's ratio u, `truncate`
-its weight w. By default `base` is ppo.py's loss. To combine two variants, pass one as the `base` of
-the other, in a module of your own:
+A variant calls a `base` loss, by default ppo.py's, with changed arguments. `gspo` changes the ratio
+u, and `truncate` the weight w. To combine two variants, pass one as the `base` of the other, in a
+module of your own:
 
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
 Most variants solve one of two problems. First, the ratio of a single token is noisy, so `gspo` and
-`row_weight` take the ratio of a whole row. Second, server and trainer never agree exactly.
-`icepop`, `truncate` and `reject` bound the effect of tokens whose w is far too large or too small.
-`reject` also looks at whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but
-pi_prox generates the row 131 times as often as pi_behav.
+`row_weight` take the ratio of a whole row. Second, server and trainer never agree exactly, so
+`icepop`, `truncate` and `reject` bound the effect of tokens whose w is far from 1. `reject` also
+looks at whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox generates
+the row 131 times as often as pi_behav.
 """
 
 import math
@@ -46,8 +46,8 @@ def gspo(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """GSPO (2507.18071): u becomes its geometric mean over the row, so a row is clipped as a whole.
-    The mean is close to 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
+    """GSPO (2507.18071): the geometric mean over a row replaces each u, so a row is clipped as a
+    whole. The mean is near 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     # log u = 1/n sum_t log u_t
@@ -84,7 +84,6 @@ def cispo(
 
 
 def share_of(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
-    """The share of the trained tokens that are `chosen`."""
     return torch.count_nonzero(chosen & mask) / (keys.get("denominator") or mask.sum().clamp(min=1))
 
 
@@ -109,8 +108,8 @@ def icepop(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """IcePop (2510.18855): tokens with w < floor are left out, as are those above the cap. If only
-    large weights were dropped, the mean of w would fall below 1."""
+    """IcePop (2510.18855): leave out tokens with w < floor or above the cap. If only large weights
+    were dropped, the mean of w would fall below 1."""
     low = log_ratio(prox_logp, old_logp, loss_mask.bool()).exp() < floor
     return leave_out(low, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
 
@@ -129,9 +128,9 @@ def reject(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Leave out a row that has a token with w < veto or (log w)^2 / 2 > k2, or a geometric mean of
-    w outside 1/c to c (verl, rollout correction). Choose c = `geometric_mean` near 1, such as 1.01,
-    because the geometric mean is near 1 even in long rows."""
+    """Leave out a row if one token has w < veto or (log w)^2 / 2 > k2 (verl, rollout correction).
+    With c = `geometric_mean`, also leave out a row if its geometric mean of w is outside 1/c to c.
+    This mean is near 1 even in long rows, so choose for example c = 1.01."""
     mask = loss_mask.bool()
     log_w = log_ratio(prox_logp, old_logp, mask)
     bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)
@@ -153,8 +152,7 @@ def truncate(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Truncated importance sampling: w is clamped to floor .. cap. The metric dropped_share is the
-    share of clamped tokens."""
+    """Truncated importance sampling: w is clamped to floor .. cap."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     w = log_ratio(prox, old_logp, mask).exp()
@@ -186,8 +184,8 @@ def row_weight(
 
 
 def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-    """Three guesses of log pi_prox (N,). `loglinear` interpolates between log pi_behav and log
-    pi_theta, `linear` between the probabilities, and `rollout` takes pi_behav."""
+    """Three guesses of log pi_prox (N,). `loglinear` interpolates log-probabilities, `linear`
+    probabilities, and `rollout` takes pi_behav."""
     # linear: pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     linear = torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
     between = loglinear(old_logp, theta_logp, alpha)
@@ -197,8 +195,7 @@ def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Te
 def guess_errors(
     prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor
 ) -> dict[str, Tensor]:
-    """The absolute and relative errors (N,) of the guesses, and of w and u computed from them
-    (actor.prox_logp_method=metrics)."""
+    """The errors (N,) of each guess, and of its w and u (actor.prox_logp_method=metrics)."""
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:
         w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))

@@ -1,7 +1,6 @@
 """Use SGLang's tool-call parsers: `rollout.openai.tool_call_parser=extras.parsers.mistral`.
 
-calls/tools.py already parses the format of Qwen and Hermes. This module has a function for every
-parser that SGLang knows.
+calls/tools.py already parses the format of Qwen and Hermes. This module has all parsers of SGLang.
 """
 
 import json

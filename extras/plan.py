@@ -3,7 +3,7 @@
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
 A plan needs no data, no weights and no GPUs, only the model's config.json. As in a run,
-rollout/launch.py chooses the servers and their GPUs. This file estimates memory and disk.
+rollout/launch.py chooses the servers and their GPUs.
 
 The ranks together keep 16 bytes per parameter: the parameter, its gradient and AdamW's two moments,
 each in float32. A frozen parameter takes 4 bytes, and a reference model adds 4 bytes per parameter.
@@ -76,15 +76,14 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 
 def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
-    """Return the parameters of the output layer (V H), of embedding and output layer together (R),
-    and of each layer between them (P)."""
+    """Count the parameters of the output layer (V H), of embedding and output layer together (R),
+    and of one layer between them (P)."""
     last = shape.vocab_size * shape.hidden_size
     root = last if shape.tie_word_embeddings else 2 * last
     return last, root, (n - root) // shape.num_hidden_layers
 
 
 def count_frozen(actor: PPOActorConfig, shape: Any, n: int) -> int:
-    """The number of frozen parameters: the embedding's and the first layers'."""
     last, _, layer = split_parameters(shape, n)
     return actor.frozen_layers * layer + last if actor.frozen_layers else 0
 
@@ -113,9 +112,8 @@ def step_bytes(
 ) -> int:
     """The bytes that a step needs beyond those that a rank always keeps.
 
-    V is the vocabulary's size, H the hidden size. A layer has P parameters. The embedding and the
-    output layer have R parameters together: V H if they are tied, else 2 V H. If layers are frozen,
-    the embedding is frozen, too, and so is an output layer tied to it.
+    V is the vocabulary's size, H the hidden size. `split_parameters` counts R and P. If layers are
+    frozen, the embedding is frozen, too, and so is an output layer tied to it.
     """
     b = number_bytes(actor)
     tokens = actor.mb_tokens
@@ -133,8 +131,8 @@ def step_bytes(
     #      + saved       what all layers saved
     #      + chunk       the chunk's logits
     head = (4 + b) * min(last, learning) + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
-    # layers = b R + b V H + saved + (8 + 3 b) P. The last term is two whole layers, the gradient of
-    # one, and float32 copies of this gradient before and after the ranks' gradients are added.
+    # layers = b R + b V H + saved + (8 + 3 b) P. In the last term, 2 b P is for two whole layers,
+    # b P for one's gradient, and 8 P for its float32 copies before and after the sum over ranks.
     middle = b * min(last, learning) + saved + (0 if is_kept else one)
     if ranks == 1 and actor.dtype == "float32":  # no FSDP
         return max(head, middle + 2 * b * tokens * mlp_width(shape))
@@ -144,14 +142,13 @@ def step_bytes(
 
 
 def kept_bytes(config: TrainConfig) -> int:
-    """The bytes per parameter that the ranks together keep."""
     return 20 if config.actor.kl_ctl > 0 or config.ref.path else 16
 
 
 def estimate_rank(
     config: TrainConfig, shape: Any, n: int, has_head_norms: bool, ranks: int, on_gpu: bool
 ) -> float:
-    """GiB that each rank needs if there are `ranks` of them."""
+    """GiB that each of `ranks` ranks needs."""
     actor = config.actor
     kept = kept_bytes(config) * n - 12 * count_frozen(actor, shape, n)
     if actor.frozen_layers:  # a rank keeps the last frozen layer's output for a step's tokens
@@ -162,8 +159,7 @@ def estimate_rank(
 
 
 def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
-    """GiB that a server needs on each of its GPUs. SGLang uses bfloat16, and a small server uses
-    server.dtype.
+    """GiB that a server needs on each of its GPUs.
 
     With more GPUs than key heads, several GPUs keep the same head. Raises ConfigError if SGLang
     cannot divide the heads among the GPUs (srt/models/qwen2.py).
@@ -187,10 +183,7 @@ def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> fl
 def check_memory(
     config: TrainConfig, needs: list[tuple[Child, float]], gpus: list[str], have: float
 ) -> None:
-    """Raise ConfigError if the processes on one GPU need more than `have` GiB.
-
-    Without GPUs, all processes share the machine's memory.
-    """
+    """Raise ConfigError if the processes on one GPU need more than `have` GiB."""
     actor = config.actor
     on_ranks = {
         "lower actor.mb_tokens": True,
@@ -281,7 +274,6 @@ def step_tokens(config: TrainConfig) -> int:
 
 
 def find_shape(path: str) -> Any:
-    """The text configuration of the model, or None if its config.json is not on this machine."""
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     except (OSError, ValueError):
@@ -318,8 +310,8 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """The most bytes that weights ever take on the disk: all saved models, two versions for the
-    servers, and three checkpoints with parameters and moments. One of the three is unfinished."""
+    """The most bytes that weights take on the disk: all saved models, two versions for the servers,
+    and three checkpoints with parameters and moments, one of them unfinished."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
     return (4 * models + 12 * 3 + 2 * number_bytes(config.actor)) * n
@@ -381,7 +373,6 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan. Return 2 if the run cannot work."""
     parser = argparse.ArgumentParser(prog="python -m extras.plan", allow_abbrev=False)
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for this many GPUs")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="the memory of each")

@@ -56,7 +56,7 @@ FREE = {"fileroot", "experiment_name", "trial_name", "callbacks", "saver.interva
 
 
 class Differs(RuntimeError):
-    """The replay differs from the recorded run. The message names the first difference."""
+    """The replay differs from the recorded run."""
 
     is_verdict = True  # the message says everything: no traceback
 
@@ -179,7 +179,7 @@ class Hooks(engine.Hooks):
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
         """Wait for the next recorded span's version, and return where the span ends.
 
-        If the recorded call failed, raises EngineError with its status.
+        Raises EngineError if the recorded call failed.
         """
         known = self.recorded.find(req.call)
         if "failed" in known:
@@ -259,14 +259,13 @@ def check(config: Any, folder: str) -> None:
 class Replay:
     """The callback that records a run. In a replay, it also replaces the engine's `prepare_batch`.
 
-    `replaying` is the folder of the run to repeat. `until` is the last step.
+    `replaying` is the folder of the run to repeat.
     """
 
     def __init__(self, config: Any, replaying: str = "", until: int | None = None) -> None:
         self.config, self.replaying, self.until = config, replaying, until
 
     def hooks(self, run: Any) -> Fact:
-        """Return {class path of the engine hooks: their arguments}."""
         arguments = {"schedule": str(run.run_dir / FILE), "replay": self.replaying}
         return {"extras.replay.Hooks": arguments}
 
@@ -278,7 +277,7 @@ class Replay:
             run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return
-        # Remove a last line that a kill has cut off. It is newer than the checkpoint.
+        # Remove a last line that a kill has cut off.
         path = run.run_dir / FILE
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.record = run.engine.hooks.record
@@ -343,7 +342,7 @@ class Replay:
             await asyncio.sleep(POLL)
 
     def lacks_tokens(self, task: int, version: int) -> bool:
-        """Whether a token recorded up to `version` is still missing. Raises Differs."""
+        """Whether recorded tokens up to `version` are still missing. Raises Differs."""
         recorded = self.recorded.calls[task]
         own = self.own.read().calls.get(task, {})
         lacking = False
@@ -367,8 +366,7 @@ class Replay:
 
 
 def compare(recorded: Path, repeated: Path, step: int) -> None:
-    """Compare a step's batch and model in the folders of two runs, if both have saved them. Raises
-    Differs."""
+    """Raise Differs if the two runs have saved different batches or models of this step."""
     import torch
     from safetensors.torch import load_file
 

@@ -3,7 +3,7 @@
 `python -m extras.report runs/guess/one` writes runs/guess/one/report.html. With a second folder,
 runs/guess/other, it writes runs/guess/one/beside-other.html. The callback extras.report.Report
 writes the page every few steps and when the run ends, even after Ctrl-C or a failure. The page is
-made from the run's files, so even a crashed run can have a page:
+made from the run's files:
 
     metrics.jsonl   the curves and the lags
     trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
@@ -12,8 +12,7 @@ made from the run's files, so even a crashed run can have a page:
     doctor.jsonl    the doctor's findings
 
 This module turns the files into one JSON object, which the script in report.html draws. A page must
-stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all. A group may
-therefore lack some of its rows, but not their rewards.
+stay small, so it shows at most MAX_STEPS steps of a run, and MAX_TOKENS tokens in all.
 """
 
 import json
@@ -45,7 +44,6 @@ TIME_SHARE = 0.02  # no report while reports have taken more than this share of 
 
 
 def spread(items: list, count: int) -> list:
-    """Choose at most `count` evenly spaced items, with the first and the last."""
     last = len(items) - 1
     return [items[round(k)] for k in torch.linspace(0, last, min(count, last + 1)).tolist()]
 
@@ -64,10 +62,11 @@ def clean(value: Any) -> Any:
 
 
 def read_timeline(records: list[Record]) -> Record:
-    """Return the parts of a trace. Times are seconds since its first record.
+    """Return the parts of a trace. Times are seconds since the trace's first record.
 
-    phases: [name, begin, duration], without gaps. weights: [time, version]. groups: {task, lane,
-    begin, end, used, state, versions, reward}; `used` is when a step consumed the group.
+    phases: [name, begin, duration], without gaps
+    weights: [time, version]
+    groups: {task, lane, begin, end, used, state, versions, reward}
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []
@@ -101,7 +100,7 @@ def read_timeline(records: list[Record]) -> Record:
             else:
                 group["state"] = record["name"]
             if record["name"] == "consume":
-                group["used"] = at
+                group["used"] = at  # when a step consumed the group
     return {
         "phases": fill_gaps(spans, starts, last),
         "weights": weights,
@@ -115,7 +114,7 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
     """Sort the phases, and fill each gap over 1 ms between 0 and `last` with a new phase.
 
     A gap is named "start" at the beginning, "not running" around a restart, "stop" at the end, and
-    "other" between two phases. A step that a kill interrupts leaves a gap, too.
+    "other" between two phases.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -129,8 +128,7 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
 
 
 def pack(groups: list[Record], last: float) -> list[Record]:
-    """Give each group its mean reward, and the first lane that is free at its start. A running
-    group ends at `last`."""
+    """Give each group its mean reward, and the first lane that is free when the group starts."""
     ends: list[float] = []
     for group in sorted(groups, key=lambda group: group["begin"]):
         end = group.setdefault("end", last)
@@ -148,7 +146,7 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
     """Return states (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight.
 
-    A state says what the default loss (ppo.py) does with the token in the last pass over its row.
+    A state says what the default loss (ppo.py) does with the token in the last pass.
     """
     prox = batch["prox_logp"]
     A = batch["advantages"]
@@ -167,8 +165,8 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 def read_step(
     path: Path, keys: PPOActorConfig, budget: int, words: dict[str, str]
 ) -> Record | None:
-    """The step's groups, with as many turns as `budget` tokens allow, or None for a damaged file.
-    The tokens' texts are added to `words`."""
+    """Read a step's groups, with as many turns as `budget` tokens allow. Return None for a damaged
+    file. Add the tokens' texts to `words`."""
     try:
         with safe_open(path, "pt") as file:
             batch = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -210,10 +208,10 @@ def read_step(
 
 
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
-    """Append a row's turns to `turns`, each with the entries of `names`. Return their indices.
+    """Append a row's turns to `turns`. Return the indices of all turns of the row.
 
-    A row may continue another row, whose turns are at `above`. Shared turns are not appended again.
-    A turn holds what follows its parent turn: new messages, then sampled tokens.
+    A turn holds the new messages and the sampled tokens. A row may continue another row, whose
+    turns have the indices `above`. Turns that both rows share are not appended again.
     """
     ids = row["input_ids"]
     states = row["states"]
@@ -277,7 +275,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
 
 
 def make_page(folders: list[Path]) -> str:
-    """Return the HTML page of one or more runs. Raises ValueError if a folder holds no run."""
+    """Raises ValueError if a folder holds no run."""
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
     data = json.dumps({"runs": clean(runs)}, allow_nan=False, separators=(",", ":"))
     # Escape "<", so that no agent's text can close the script element that holds the data.
@@ -309,7 +307,6 @@ class Report(Trace):
         self.write_report()
 
     def write_report(self) -> None:
-        """Write the page. If this fails, print why; the run continues."""
         if self.is_rank_0:
             folder = self.path.parent
             try:

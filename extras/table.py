@@ -1,10 +1,8 @@
 """Show a live table of the last steps, the run's progress, and what the run is doing.
 
 The table needs a terminal that can overwrite its lines. Elsewhere the run prints a line per step. A
-narrow terminal shows only the first columns. To save room, a counter has no column until it has
-counted something. Every SAMPLE_INTERVAL steps the run prints the end of a conversation. The first
-side conversation (calls/sessions.py) is printed, too. Control characters are escaped, because a
-model wrote the conversations.
+narrow terminal shows only the first columns. Every SAMPLE_INTERVAL steps the run prints the end of
+a conversation. The first side conversation (calls/sessions.py) is printed, too.
 """
 
 import time

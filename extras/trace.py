@@ -29,12 +29,12 @@ class Trace:
     """Writes the trace during the run. Times are microseconds since 1970.
 
     Each record overwrites the closing bracket and writes a new one, so a killed run leaves valid
-    JSON. A run that continues keeps its earlier records.
+    JSON.
     """
 
     def __init__(self, config: Any) -> None:
         self.path: Path = config.run_dir / "trace.json"
-        self.lock = threading.Lock()  # groups report from the event loop's thread
+        self.lock = threading.Lock()  # the event loop's thread writes, too
         self.file: int | None = None
         self.is_rank_0 = False
 
@@ -57,7 +57,7 @@ class Trace:
             self.mark("weights", time.time(), version=run.step)
 
     def on_event(self, name: str, task_id: int, details: Record) -> None:
-        """Write a group's event. All bars share a name, so a viewer draws them in one track."""
+        """All groups' bars share a name, so a viewer draws them in one track."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
         args = {"task": task_id, "event": name, **details}
@@ -84,7 +84,6 @@ class Trace:
             self.file = None
 
     def mark(self, name: str, at: float, **args: Any) -> None:
-        """Write an instant: new weights, or the failure that ended the run."""
         instant = {"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER}
         self.write(instant | {"ts": at * 1e6, "args": args})
 

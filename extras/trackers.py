@@ -1,7 +1,7 @@
 """Send metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
 
-The module trackio has wandb's interface. A subclass of Tracker can name another module with this
-interface. After a restart, Trackio continues the record of the run, but wandb begins a new one.
+The module trackio has wandb's interface. A subclass of Tracker can name another such module. After
+a restart, Trackio continues the run's record, but wandb begins a new record.
 """
 
 import importlib

@@ -3,8 +3,8 @@
     callbacks: [extras.vcpo.VCPO]
 
 Let ESS = (sum w)^2 / sum w^2. A gradient over M tokens with the weights w is as noisy as an
-unweighted gradient over ESS tokens. So every optimizer step uses lr * (ESS / M)^power. Scaling the
-gradient instead would have no effect, because AdamW normalises it.
+unweighted gradient over ESS tokens. So every optimizer step uses lr * (ESS / M)^power. A smaller
+gradient would have no effect, because AdamW normalises it.
 """
 
 from typing import Any

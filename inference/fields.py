@@ -1,15 +1,14 @@
 """Check JSON from agents and models, and say which field is wrong.
 
-What an agent or a model sends may have any type and be nested to any depth. `get` returns a value
-of the expected type or raises Refusal, which the proxy answers with status 400:
+An agent or a model may send JSON of any type and depth. `get` returns a value of the expected type
+or raises Refusal, which the proxy answers with status 400:
 
     get({"tools": 7}, "tools", list)                    -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Some clients cannot read NaN, half a surrogate pair or hundreds of levels of nesting, so such values
-are refused at once. `import_name` and the functions after it find Python objects that a
-configuration names.
+Some clients cannot read NaN, half a surrogate pair or hundreds of nested levels, so such values are
+refused. The last functions of this file find the Python objects that a configuration names.
 """
 
 import importlib
@@ -23,7 +22,7 @@ from typing import Any
 import orjson
 
 LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
-ROOM = 50  # of orjson's 254 levels of nesting, this many are kept for objects around a value
+ROOM = 50  # levels of nesting (of orjson's 254) left for the objects around a value
 
 
 class Refusal(ValueError):
@@ -35,8 +34,7 @@ class Refusal(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. As in JavaScript, 2.0 becomes 2. An integer of more than 64
-    bits becomes a float."""
+    """Read a JSON text. As in JavaScript, 2.0 becomes 2."""
     value = orjson.loads(text)
     write_json(value, "JSON")  # refuses a value that is nested too deeply
     return _whole(value)
@@ -52,7 +50,7 @@ def _whole(value: Any) -> Any:
 
 
 def write_json(value: Any, name: str) -> bytes:
-    """Return `value` as JSON. Raises Refusal if clients could not read the JSON."""
+    """Raises Refusal for a value that some clients could not read."""
     for _ in range(ROOM):
         value = [value]
     try:
@@ -68,8 +66,8 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
-    """Return the field at a dotted path, or `default` if it is absent or null. Raises Refusal if
-    the value is not a `kind`. The message begins with `where`, the path of `body`."""
+    """Return the field at a dotted path, or `default` if the field is absent or null. Raises
+    Refusal if the value is not a `kind`."""
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
@@ -78,8 +76,8 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
 
 
 def finite(reward: Any, what: str = "reward") -> float:
-    """Return a Python, numpy or torch number as a float. Raises Refusal (a ValueError) for NaN, a
-    number that is too large, and other objects."""
+    """Return a Python, numpy or torch number as a float. Raises Refusal for NaN, for a number above
+    LARGEST_REWARD and for any other object."""
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of two
@@ -92,8 +90,7 @@ def finite(reward: Any, what: str = "reward") -> float:
 
 
 def import_name(path: Any) -> Any:
-    """Import and return module.name. A `path` that is not a string is returned unchanged. We avoid
-    pkgutil.resolve_name, because it hides an ImportError inside the module."""
+    """Import module.name. pkgutil.resolve_name would hide an ImportError inside the module."""
     if not isinstance(path, str):
         return path
     module, _, name = path.rpartition(".")
@@ -101,8 +98,7 @@ def import_name(path: Any) -> Any:
 
 
 def find_source(module: str) -> Path:
-    """Return a module's file without importing the module, because that may import torch, which
-    takes seconds."""
+    """Importing the module could load torch, which takes seconds."""
     with suppress(ModuleNotFoundError):  # raised if there is no such package
         spec = importlib.util.find_spec(module)
         if spec and spec.origin and spec.origin.endswith(".py"):
@@ -121,8 +117,7 @@ def check_name(path: str) -> str:
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:
-    """`named` maps the path of a class to its arguments. Return an instance of the class, or None
-    for {}. Raises ValueError for more than one class."""
+    """`named` maps the path of a class to its arguments."""
     if len(named) > 1:
         raise ValueError(f"only one callback may have engine hooks, not {' and '.join(named)}")
     return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

@@ -4,20 +4,20 @@
 
 A request names every sampling parameter. SGLang would take a missing parameter from the model's
 generation_config.json, which the trainer does not read. For every token of an answer, training
-needs the token's id, its log-probability under the policy that sampled it, and that policy's
-version:
+needs three numbers: the id, the version of the policy that sampled the token, and the
+log-probability under this policy:
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
-SGLang before 0.5.19 reports only `weight_version`, the version at the end of the answer. A finish
-reason with a status code means that the request failed. A finish reason of type `abort` without a
-status code means that a pause interrupted the request.
+SGLang before 0.5.19 reports only `weight_version`, the version at the end of the answer. If an
+answer's finish reason has a status code, the request failed. Otherwise, type `abort` means that a
+pause interrupted the request.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. Greedy decoding, top_p,
-top_k, a penalty or a grammar changes the sampling distribution, so training leaves the answer's
-tokens out of the loss (`trains_exactly`).
+top_k, penalties and grammars change this distribution. So training leaves the tokens of such
+answers out of the loss (`trains_exactly`).
 """
 
 import hashlib
@@ -27,7 +27,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# pydantic refuses unknown keys and wrong values, in new objects and in later assignments.
 CHECKED = ConfigDict(
     extra="forbid",
     validate_assignment=True,
@@ -41,7 +40,7 @@ SHAPING = {"top_p", "top_k", "frequency_penalty", "presence_penalty", "json_sche
 
 class EngineError(RuntimeError):
     """A request failed. Status 400 means that the request is wrong and must not be repeated. Status
-    502 means that the answer cannot be read. Most other failures have status 503."""
+    502 means that the answer cannot be read."""
 
     def __init__(self, message: str, status: int = 500, code: str = "") -> None:
         super().__init__(message)
@@ -117,7 +116,7 @@ class ModelRequest:
 
     @property
     def affinity(self) -> str:
-        """Return the call's prompt group ("7" for "7-3.1" and "7.1"), or `rid` if `call` is ""."""
+        """The call's prompt group, such as "7" for the calls "7-3.1" and "7.1"."""
         group, _, rest = self.call.rpartition("-")
         return group or rest.partition(".")[0] or self.rid
 
@@ -127,13 +126,13 @@ class ModelResponse:
     """A completion, or a segment of one.
 
     The output lists have one entry per token, including the stop token. The stop reason `abort`
-    marks a segment that a pause interrupted, never a whole completion.
+    marks a segment that a pause interrupted.
     """
 
     input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
-    output_logprobs: list[float] = field(default_factory=list)  # under the policy that sampled them
-    output_versions: list[int] = field(default_factory=list)  # versions of that policy
+    output_logprobs: list[float] = field(default_factory=list)  # under the sampling policy
+    output_versions: list[int] = field(default_factory=list)  # of the sampling policy
     stop_reason: str = "stop"
     temperature: float = 1.0  # at which the logprobs are taken; 1 if greedy
     trains_exactly: bool = True
@@ -154,8 +153,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of one call. The seed depends only on `seed`, the episode and the call's
-    number, not on other episodes."""
+    """Return a call's seed, which does not depend on other episodes."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -163,7 +161,6 @@ def call_seed(seed: int, episode: str, call: int) -> int:
 def generate_body(
     input_ids: list[int], gconfig: GenerationHyperparameters, max_new_tokens: int
 ) -> dict[str, Any]:
-    """The body of a POST /generate for the next `max_new_tokens` tokens."""
     g = gconfig.for_call()
     params = g.model_dump(exclude={"n_samples", "greedy", "seed"}, exclude_none=True)
     params |= {
@@ -183,12 +180,11 @@ def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
 
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
-    """Return the segment in a server's answer.
+    """Read a server's answer.
 
-    Raises EngineError with status 400 if the server rejects the request, and 503 if the server has
-    failed. The status is 502 if the answer contradicts itself, or lacks ids, logprobs or versions.
-    The status is also 502 if the version is not a number, such as "7-incomplete" after a failed
-    update.
+    Raises EngineError with status 400 if the server rejected the request, and 503 if the server
+    failed. The status is 502 if the answer is incomplete, contradicts itself, or has a version that
+    is no number, such as "7-incomplete" after a failed update.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

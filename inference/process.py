@@ -1,14 +1,14 @@
 """Start, watch and end child processes, which end when this process does.
 
 Each child runs in a Unix session of its own, so Ctrl-C reaches only train.py, which then ends the
-children. Every half second, a child checks whether its parent's id has changed. So a child ends
-even if `kill -9` ended the parent. A pipe from the parent would not work, because processes that an
-agent forks would keep the pipe open.
+children. Every half second, a child checks that its parent still runs. So a child ends even if
+`kill -9` ended the parent. A pipe from the parent would not work, because processes that an agent
+forks would keep the pipe open.
 
-`python -m inference.process COMMAND ...` starts SGLang, which has no option to end with its parent.
-This program sends SIGTERM to the command when its own parent is gone, or when it gets SIGTERM.
-Three seconds later, or as soon as the command has ended, the program's whole process group gets
-SIGKILL. So start the program in a session of its own, where SIGKILL reaches no other process.
+SGLang has no option to end with its parent, so `python -m inference.process COMMAND ...` starts
+SGLang. When the parent has ended or SIGTERM arrives, this program sends SIGTERM to the command. The
+whole process group gets SIGKILL when the command has ended, at the latest after three seconds. So
+the program needs a session of its own.
 """
 
 import os
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Variables that a child does not inherit. With torchrun's variables, a child would act as another
-# rank. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools refuse.
+# Variables that a child does not inherit. With torchrun's variables, a child would act as a rank of
+# the trainer. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's pools refuse.
 DROPPED = re.compile(
     r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
@@ -39,8 +39,8 @@ _given = set[int]()  # ports that free_port has returned
 
 
 def free_port() -> int:
-    """Return a free port from 20000 to 31999. Outgoing connections do not use this range. No port
-    is returned twice, because a process binds its port only later."""
+    """Return a free port. No port is returned twice, because a process binds its port only later.
+    Outgoing connections do not use ports from 20000 to 31999."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -50,16 +50,14 @@ def free_port() -> int:
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files for this process and its children. The usual limit of 1,024 is
-    too low for 1,000 requests in flight, because the proxy needs two connections per request, to
-    the agent and to the server."""
+    """The usual limit of 1,024 open files is too low for 1,000 requests in flight, because the
+    proxy needs two connections for each request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
 
 def follow_parent(act: Callable[[], None], parent: int = 0, daemon: bool = True) -> None:
-    """Start a thread that calls `act` when the parent process has ended."""
-    # The trainer passes its pid, because getppid returns another one if the trainer has died.
+    # The trainer passes its pid, because getppid returns another pid if the trainer has died.
     parent = parent or int(os.environ.get("POCKET_AREAL_PARENT", os.getppid()))
 
     def watch() -> None:
@@ -82,7 +80,6 @@ def visible_gpus() -> list[str]:
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 numbers in hardware."""
     info = Path("/proc/cpuinfo")  # only Linux has it
     return (info.exists() and "bf16" in info.read_text()) or bool(visible_gpus())
 
@@ -96,14 +93,14 @@ def bypass() -> dict[str, str]:
 
 
 class ProcessDied(RuntimeError):
-    """A process that the run needs has ended. The message has the end of the process's log."""
+    """A process that the run needs has ended."""
 
     is_verdict = True  # the message says everything, so no traceback is printed
 
 
 @dataclass(eq=False)
 class Child:
-    """A process of the run, before and after its start."""
+    """A process that the run starts."""
 
     name: str
     command: list[str]
@@ -137,18 +134,16 @@ class Child:
         raise self.death()
 
     def death(self) -> ProcessDied:
-        """Wait until the process has ended, and return an error that says how."""
+        """Wait for the process to end, and return an error that describes this end."""
         said = f"{self.name} ended with code {self.process.wait()}; the end of {self.log}:"
         last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
         return ProcessDied("\n".join([said, *last]))
 
     def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
-        """Call `on_death` in a thread when the process has ended."""
         threading.Thread(target=lambda: on_death(self.death()), daemon=True).start()
 
     def end(self) -> None:
-        """Send SIGTERM to the process. When the process has ended, or after 5 s, send SIGKILL to
-        its process group."""
+        """Send SIGTERM to the process, and at most 5 s later SIGKILL to its group."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
@@ -158,7 +153,6 @@ class Child:
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
-    """The environment variables of a child that uses `gpus`."""
     return (
         {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
         | bypass()
@@ -174,12 +168,10 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def command(module: str, *words: Any) -> list[str]:
-    """The command that runs `module` until its parent ends."""
     return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
 
 
 def main(words: list[str]) -> int:
-    """Run a command until our parent ends, and return the command's exit code."""
     child = subprocess.Popen(words)
     ending = threading.Event()
 

@@ -1,7 +1,7 @@
 """Serve a web application (the proxy or the small inference server) from its own process.
 
 The port is opened before a model is loaded, so that a port in use is reported at once. A server
-binds 127.0.0.1 by default. Without a key, a server refuses an address that others can reach.
+binds 127.0.0.1 by default.
 """
 
 import gc
@@ -21,16 +21,14 @@ from inference.process import follow_parent, raise_open_files
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
-    """Return a listening socket. Raises OSError if the port is in use, or if `host` is public and
-    there is no key."""
+    """Raises OSError if the port is in use, or if others can reach `host` and there is no key."""
     if not key and host not in ("127.0.0.1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     return socket.create_server((host, port), backlog=4096)
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
-    """Serve until a signal comes or, if `exit_with_parent`, until the parent ends."""
-    # Clients close idle connections earlier than we do (75 s), so they never send a request on a
+    # We keep idle connections for 75 s, longer than clients do. So no client sends a request on a
     # connection that we are closing.
     config = uvicorn.Config(
         app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
@@ -52,14 +50,12 @@ def bearer(request: Request) -> str:
 
 
 def check_key(request: Request, key: str) -> None:
-    """Raise Refusal with status 401 for a missing key, 403 for a wrong one."""
     given = bearer(request)
     if not secrets.compare_digest(given.encode(), key.encode()):
         raise Refusal("Authorization: `Bearer <key>` is needed", 403 if given else 401)
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body, or {} if the body is empty."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:

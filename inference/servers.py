@@ -1,17 +1,16 @@
 """Choose an inference server for each request, control all servers, and check their versions.
 
 All conversations of a prompt group go to one server, which computes the shared prompt once.
-`rank_servers` gives a group the same order of servers in every process. If a server fails, its
-request goes to the next server.
+`rank_servers` gives a group the same order of servers in every process. If a server fails, the
+request goes to the next server in this order.
 
-We check the versions of every answer, because a server may have missed an update or been restarted
-with its first weights. No token may be newer than the trainer's version (`trainer_version`). An
-update changes all servers before any of them continues. So once this process knows of version 6
-(`newest` = 6), its later requests may not get tokens of version 5.
+We check the versions of every answer. A server may have missed an update, or been restarted with
+its first weights. No token may be newer than the trainer's version (`trainer_version`). An update
+changes all servers before any of them continues. So once this process knows that `newest` is 6, its
+later requests may not get tokens of version 5.
 
-Every request in flight has its own connection. An idle connection stays open for four seconds, so
-another request can use it. We use aiohttp, because httpx takes more than twice the CPU time for a
-request (docs/log.md, "Requests").
+Every request in flight has its own connection. We use aiohttp, because httpx takes more than twice
+the CPU time for a request (docs/log.md, "Requests").
 """
 
 import asyncio
@@ -37,7 +36,7 @@ def make_session() -> aiohttp.ClientSession:
 
 class PerLoop:
     """One object for each event loop. The first `get` in a loop makes the object, and the end of
-    the loop closes it."""
+    the loop closes the object."""
 
     def __init__(self, make: Callable[[], Any], close: Callable[[Any], Awaitable[None]]) -> None:
         self._make = make
@@ -62,7 +61,7 @@ class PerLoop:
 
 
 def rank_servers(servers: list[str], group: str) -> list[str]:
-    """Return the N servers in order of preference for a group. Group n prefers server n mod N."""
+    """Group n prefers server n mod N of the N servers."""
     number = int(group) if group.isdecimal() else zlib.crc32(group.encode())
     first = number % len(servers)
     ranking = sorted(servers)
@@ -70,12 +69,12 @@ def rank_servers(servers: list[str], group: str) -> list[str]:
 
 
 class Servers:
-    """A client of the servers at `addresses`, which all have the API key `key`."""
+    """A client of the servers at `addresses`. All servers have the API key `key`."""
 
     def __init__(self, addresses: str | Iterable[str], key: str = "", session: Any = None) -> None:
         addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
-        self.newest = 0  # newest version known; no later request may get older tokens
+        self.newest = 0  # newest version known
         self.trainer_version = math.inf  # until this process knows it
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = PerLoop(lambda: session or make_session(), lambda made: made.close())
@@ -83,10 +82,7 @@ class Servers:
     async def call(
         self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
     ) -> dict[str, Any]:
-        """Send `body` by POST, or make a GET if `body` is None. Return the parsed answer.
-
-        Raises EngineError if the answer takes longer than `timeout` seconds, or is an error.
-        """
+        """Raises EngineError if the answer takes longer than `timeout` seconds, or is an error."""
         session = await self._session.get()
         method = "GET" if body is None else "POST"
         limits = aiohttp.ClientTimeout(timeout, sock_connect=10.0)
@@ -120,8 +116,8 @@ class Servers:
         return answers
 
     def check_versions(self, url: str, versions: list[int], at_least: int) -> None:
-        """Check the versions of a server's tokens, and update `newest`. `at_least` is the value of
-        `newest` when the request was sent. Raises EngineError (503) for a wrong version."""
+        """`at_least` is the value of `newest` when the request was sent. Raises EngineError (503)
+        for a wrong version."""
         if wrong := [v for v in versions if not at_least <= v <= self.trainer_version]:
             why = f"version {wrong[0]} instead of {at_least} to {self.trainer_version}"
             raise EngineError(f"{url} sent {why}: was it restarted?", 503)
@@ -129,11 +125,11 @@ class Servers:
 
 
 def run_all(calls: Iterable[Any]) -> list[Any]:
-    """Run all calls at once in a new event loop. Return each call's result or exception."""
+    """Run all calls at once in a new event loop."""
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    # In a notebook, this thread already runs an event loop, so ours gets another thread.
+    # In a notebook, this thread already runs an event loop, so the calls get another thread.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, gather()).result()

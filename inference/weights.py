@@ -14,9 +14,9 @@ steps:
 
 If the update fails halfway, the unfinished servers keep the label "7-incomplete", and the run ends.
 In mode disk, a folder gets its final name only when it is complete. In mode distributed, each
-update makes a new group, so a server may restart between updates. In NCCL, all ranks must join at
-the same time, and also broadcast and leave at the same time. So at each of these steps of the
-trainer, a thread sends the request to the servers (`meanwhile`).
+update makes a new group, so a server may restart between updates. In NCCL, a rank that joins,
+broadcasts or leaves waits until all ranks do. So a second thread of the trainer asks the servers to
+take part (`meanwhile`).
 """
 
 import shutil
@@ -61,12 +61,10 @@ def named_buckets(
     model: Any, dtype: Any, bucket_mb: float = 512.0, *, learning: bool = False
 ) -> Iterator[Bucket]:
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
-    If `learning`, yield only the trainable weights.
 
     All ranks must take all buckets, because the ranks gather each tensor together. Taking a bucket
-    empties the previous one. Tensors have their names and shapes in the checkpoint files. In
-    memory, transformers fuses the weights of experts under other names, which the servers would
-    skip.
+    empties the previous one. Names and shapes are those of the checkpoint files. In memory,
+    transformers fuses the weights of experts under other names, which the servers would skip.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -114,10 +112,7 @@ def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: s
 
 def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = ()) -> None:
     """Send the weights to all servers: `meta.directory` in mode disk, `buckets` in mode
-    distributed.
-
-    Raises EngineError with the errors of all servers that failed.
-    """
+    distributed."""
     label(post_all, f"{meta.version}-incomplete")
     if meta.mode == "distributed":
         update_from_distributed(meta, post_all, buckets)

@@ -5,7 +5,7 @@
     python museum/run.py --all 20     # every exhibit and 20 healthy runs, for museum/results.md
 
 The checkout is never changed: a copy is a temporary folder. A run writes to runs/museum/NAME.
---all makes only runs that have no report yet; delete runs/museum to make all of them again.
+--all skips runs that have a report. Delete runs/museum to make all runs again.
 """
 
 import gc
@@ -54,13 +54,11 @@ def in_solution(name: str, what: str) -> str:
 
 
 def commands(name: str) -> list[str]:
-    """The words after `python train.py` in an exhibit, for each of its commands."""
     page = (ROOT / "museum" / name / "exhibit.md").read_text()
     return re.findall(r"^python train\.py(.*)$", page, re.MULTILINE)
 
 
 def train(code: Path, words: str, trial: str) -> None:
-    """Train in the folder `code`, to the last step or to the doctor's first finding."""
     command = [sys.executable, "train.py", *words.split(), *FIXED, f"trial_name={trial}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
     done = subprocess.run(command, cwd=code, env=environment, stderr=subprocess.PIPE, text=True)
@@ -93,7 +91,7 @@ def healthy_words(trial: str) -> str:
 
 
 def run_unit_tests() -> dict[str, int]:
-    """pytest's exit code for each exhibit's test in its copy; 1 means that the test fails.
+    """Return pytest's exit code for each exhibit: 1 if its test fails in the copy.
 
     The large packages are imported once, and each test runs in a fork.
     """
@@ -128,7 +126,6 @@ def run_unit_tests() -> dict[str, int]:
 
 
 def write_results(healthy: int) -> None:
-    """Make the runs that are not there yet, and write museum/results.md."""
 
     def found(trial: str) -> dict:
         return finding(trial) if (RUNS / trial / "report.html").exists() else make_run(trial)

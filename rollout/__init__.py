@@ -1,1 +1,1 @@
-"""Run episodes, make batches of them, and evaluate. Read dispatcher.py first, then executor.py."""
+"""Run episodes, make batches, and evaluate. Read dispatcher.py first, then executor.py."""

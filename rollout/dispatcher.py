@@ -2,19 +2,18 @@
 
 Each group is the result of one task. A training step consumes B groups. Episodes take seconds to
 minutes, so the dispatcher runs as many groups at once as the staleness gate allows. `DispatchState`
-makes all decisions without a clock, thread or lock, so bench/simulate.py can use it in virtual
-time, and tests/explore can try every order of events. `BatchTaskDispatcher` carries out these
-decisions in one event loop, where hundreds of episodes wait for tokens at the same time. Only the
-event loop changes the state. The trainer's thread hands in work and waits.
+makes all decisions without a clock, thread or lock. So bench/simulate.py can use it in virtual
+time, and tests/explore can try every order of events. `BatchTaskDispatcher` carries out the
+decisions in one event loop. Only the event loop changes the state.
 
-With rollout.stale=wait, a batch takes the B unconsumed groups that started first, so one slow group
-delays the batch. With rollout.stale=mask or drop, a batch takes the B groups that finished first.
-With wait, staleness.py proves that no group in a batch is more than eta versions old. With mask or
-drop, `trainable` leaves out older tokens or groups. `take` always checks every group.
+With rollout.stale=wait, a batch takes the B unconsumed groups that started first. One slow group
+can delay the batch, but no group is more than eta versions old (staleness.py). With
+rollout.stale=mask or drop, a batch takes the B groups that finished first, and `trainable` leaves
+out tokens or groups that are too old.
 
 A task that returns None or raises is rejected, and another task takes its place. The run stops
 after `max_failures` exceptions in a row, or if `max_failures` groups are rejected before any is
-accepted. After a stop, every call of the dispatcher raises the error that stopped the run.
+accepted.
 
 A group that wait_for_task returns belongs to no batch, and its age is not checked.
 """
@@ -37,7 +36,7 @@ from staleness import StalenessManager
 class RolloutsFail(RuntimeError):
     """Too many tasks failed or were rejected."""
 
-    is_verdict = True  # the message says everything: no traceback
+    is_verdict = True  # no traceback is printed
 
 
 @dataclass(eq=False, repr=False)
@@ -48,18 +47,17 @@ class DispatchState:
     gate: StalenessManager
     head_version: Callable[[Any], int | None]  # oldest version among a result's trained tokens
     stale: str = "wait"  # wait, mask or drop
-    # for stale=mask: takes tokens older than `oldest` out of the loss, and returns None if no
-    # trained token remains
+    # for stale=mask: takes tokens older than `oldest` out of the loss
     without_older: Callable[[Any, int], Any] = lambda data, oldest: data
     max_failures: int = 0  # 0 means max(8, 2 B)
     trace: Callable[[str, int], None] = lambda event, task_id: None
 
     pending: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # submitted tasks
-    # the started, unconsumed tasks with their results (None while a task runs)
+    # started, unconsumed tasks and their results (None while a task runs)
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    errors: list[BaseException] = field(default_factory=list)  # of the latest failures in a row
+    errors: list[BaseException] = field(default_factory=list)  # the latest failures in a row
 
     # ---- questions
 
@@ -68,7 +66,6 @@ class DispatchState:
         return 0 if self.paused else self.gate.get_capacity()
 
     def in_flight(self) -> set[int]:
-        """The ids of the tasks that wait, run, or are finished but not yet consumed."""
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
@@ -79,8 +76,8 @@ class DispatchState:
         return batch if len(batch) == count else {}
 
     def trainable(self, data: Any) -> Any:
-        """Return a finished group, or None if it is too old. With stale=mask, tokens that are too
-        old are first taken out of the group's loss."""
+        """Return a finished group, or None if the group is too old. With stale=mask, old tokens are
+        first taken out of the loss."""
         if self.stale == "mask":
             return self.without_older(data, self.gate.oldest_version())
         fresh = self.stale == "wait" or self.gate.is_fresh(self.head_version(data))
@@ -89,13 +86,11 @@ class DispatchState:
     # ---- events
 
     def enqueue(self, task: Any) -> None:
-        """Add a task, whose id must be new."""
         self.pending[task.task_id] = task
         self.gate.on_rollout_enqueued()
         self.trace("submit", task.task_id)
 
     def start(self) -> list[Any]:
-        """Start as many tasks as the gate admits, in order of submission, and return them."""
         count = min(self.may_start(), len(self.pending))
         started = [self.pending.popitem(last=False)[1] for _ in range(count)]
         for task in started:
@@ -105,9 +100,8 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """Record that a task ended. A task without data is rejected. A task with an `error` also
-        counts as failed. Raises RolloutsFail after too many failures or rejections.
-        """
+        """A task without data is rejected. A task with an `error` also counts as failed. Raises
+        RolloutsFail after too many failures or rejections."""
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []
         if data is not None:
@@ -138,8 +132,8 @@ class DispatchState:
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is unfinished.
 
-        Groups for which `trainable` returns None are dropped first. If one of the remaining groups
-        is too old, `take` raises StalenessError and consumes no group.
+        Groups for which `trainable` returns None are dropped first. Raises StalenessError, and
+        consumes no group, if a remaining group is too old.
         """
         while True:
             batch = {i: self.trainable(data) for i, data in self.next_groups(count).items()}
@@ -181,7 +175,7 @@ class BatchTaskDispatcher:
 
     def __post_init__(self) -> None:
         self.stopped: Future = Future()  # its exception ends every call
-        self._news = asyncio.Event()  # set for a moment when a task has ended
+        self._news = asyncio.Event()  # set briefly when a task ends
         self._running: set[asyncio.Task] = set()  # the loop has only weak references to tasks
         self._loop = uvloop.new_event_loop()
         self.call_soon = self._loop.call_soon_threadsafe
@@ -192,17 +186,15 @@ class BatchTaskDispatcher:
         self.change(self.state.enqueue, task)
 
     def wait_results(self, count: int, timeout: float | None = None) -> list[Any]:
-        """Wait for the next `count` results, in the order of `next_groups`.
-
-        Raises TimeoutError or StalenessError, and then consumes nothing.
-        """
+        """Wait for the next `count` results. Raises TimeoutError or StalenessError, and then
+        consumes nothing."""
         return self._wait(lambda: self.state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
-        """Wait for a task, and return its result, or None if it was rejected.
+        """Wait for a task, and return its result, or None if the task was rejected.
 
-        A returned group gives its place at the gate back. Raises TimeoutError after `timeout`
-        seconds, and KeyError for an unknown id.
+        A returned group frees its place at the gate. Raises TimeoutError after `timeout` seconds,
+        and KeyError for an unknown id.
         """
         return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
@@ -234,8 +226,7 @@ class BatchTaskDispatcher:
         self.change(lambda: None)
 
     def change(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(*args)` in the loop, start the tasks that the gate then admits, and return
-        the result."""
+        """Call `function(*args)` in the loop, and start the tasks that the gate then admits."""
         return self._wait(lambda: [function(*args)])[0]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -254,7 +245,8 @@ class BatchTaskDispatcher:
             future.cancel()
 
     def _wait(self, attempt: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Call `attempt` in the loop, now and after every task, until it returns a true value."""
+        """Call `attempt` in the loop, now and whenever a task ends, until it returns a true
+        value."""
 
         async def until() -> Any:
             async with asyncio.timeout(timeout):
@@ -270,12 +262,11 @@ class BatchTaskDispatcher:
     # ---- for any thread
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run: from now on, every call raises `error`. Later errors are ignored."""
+        """Stop the run: every later call raises `error`. Later errors are ignored."""
         if not self.stopped.done():
             self.stopped.set_exception(error)
 
     def destroy(self) -> None:
-        """Cancel the episodes, let them clean up, and end the thread."""
         self.fail(RuntimeError("the rollout is destroyed"))
         if self.thread.is_alive():
             self.call_soon(self._finish)
@@ -286,7 +277,7 @@ class BatchTaskDispatcher:
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             while True:
-                with suppress(SystemExit, KeyboardInterrupt):  # from a task that an agent has made
+                with suppress(SystemExit, KeyboardInterrupt):  # from an agent's task
                     runner.get_loop().run_forever()
                     break  # `_finish` has stopped it
 
@@ -307,7 +298,7 @@ class BatchTaskDispatcher:
         data = error = None
         try:
             data = await self.task_factory(task)
-        except BaseException as raised:  # also the SystemExit of an agent
+        except BaseException as raised:  # also an agent's SystemExit
             error = raised
         if self.stopped.done():  # the run has stopped, so the task stays unfinished
             return
@@ -316,5 +307,5 @@ class BatchTaskDispatcher:
             self._produce()
             self._news.set()
             self._news.clear()
-        except Exception as reason:  # too many have failed, or a listener is broken
+        except Exception as reason:  # too many failures, or a broken listener
             self.fail(reason)

@@ -33,14 +33,13 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 def pass_at(k: int, n: int, right: int) -> float:
     """Estimate the probability that k answers include a right one, if `right` of n answers were
-    right. The estimate has no bias, unlike 1 - (1 - right / n)^k (Chen et al. 2021)."""
+    right. The estimate is unbiased, unlike 1 - (1 - right / n)^k (Chen et al. 2021)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def describe(rewards: Sequence[float | None], inputs: Any) -> Evaluation:
     """Return and print the metrics. An episode without a reward (None) counts as a failure, and is
-    left out of the mean reward. With n episodes per prompt, the metrics include pass@k for k = 2,
-    4, 8 and so on, up to n.
+    left out of the mean reward.
 
     With P prompts, rewards[i], rewards[i + P], rewards[i + 2 P] and so on belong to prompt i. The
     episodes of one prompt are correlated, so the standard error and the interval count each prompt
@@ -71,7 +70,6 @@ def describe(rewards: Sequence[float | None], inputs: Any) -> Evaluation:
 
 
 def conclude(run_dir: Path, found: Evaluation) -> None:
-    """Write eval.json, and exit with an error if no episode has a reward."""
     (run_dir / "eval.json").write_text(json.dumps(found))
     if found["eval_episodes"] == found["eval_rejected"]:
         sys.exit("error: no episode of the evaluation has a reward")

@@ -2,7 +2,7 @@
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors
 (trajectory.py), while groups of later batches run. With B = 4 and eta = 1, eight groups start at
-version 0. The first `prepare_batch` returns four of them, and leaves four for the second.
+version 0. The first `prepare_batch` returns four of them, and the second returns the other four.
 
 Each sample of the dataloader becomes a task, whose id is the sample's position in the data. When
 the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). Then
@@ -14,13 +14,13 @@ rollout.dump_to_file=false, the text of each group goes to
 The arguments of a `prepare_batch` call apply to the samples that this call draws, even if a later
 call returns their groups.
 
-**A restart** draws the samples again from the first, but skips closed positions. A position is
+**A restart** reads the data again from the beginning, but skips closed positions. A position is
 **closed** if its group was consumed, rejected, dropped or withdrawn. For example, if positions 0 to
 7 were drawn and 0 to 3 consumed, the checkpoint holds {"closed": [0, 1, 2, 3]}. The restart runs
 positions 4 to 7 again, and continues with position 8.
 
-`submit` and all dataloaders take ids from one counter. In a run that calls `submit` or uses two
-dataloaders, ids are therefore not positions in the data, and a restart may skip the wrong samples.
+`submit` and all dataloaders take ids from one counter. So in a run that calls `submit` or uses two
+dataloaders, a restart may skip the wrong samples.
 
 `rollout_batch` waits forever if the groups of other calls hold all places at the gate.
 """
@@ -60,10 +60,10 @@ class RolloutTask(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class WorkflowExecutor:
-    """Attach the rollout methods to the engine.
+    """Attaches the rollout methods to the engine.
 
-    The rollout methods take a workflow or agent in any form that `resolve_workflow` reads.
-    `group_size` is the number of episodes per prompt, by default gconfig.n_samples.
+    The methods take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is
+    the number of episodes per prompt, by default gconfig.n_samples.
     """
 
     engine: Any
@@ -116,7 +116,8 @@ class WorkflowExecutor:
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """Return the next `count` accepted groups as one batch. Raises TimeoutError. Without
-        `timeout`, `wait` never returns if `count` groups cannot start before the next version."""
+        `timeout`, `wait` never returns if the gate cannot admit `count` groups before the next
+        version."""
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def rollout_batch(self, data: Iterable[Sample], *how: Any, **named: Any) -> Trajectory:
@@ -142,10 +143,8 @@ class WorkflowExecutor:
         return trajectory.concat_padded_tensors(self.dispatcher.active_submit_and_wait(tasks, size))
 
     def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
-        """Run one episode per sample, and return the results, with None for a rejected or failed
-        episode. No step trains on evaluation episodes, so the gate does not count them. Agents
-        sample with `eval_gconfig`.
-        """
+        """Run one episode per sample. A rejected or failed episode gives None. No step trains on
+        evaluation episodes, so the gate does not count them."""
         how = self._resolve(workflow, None, None, 1, self.eval_gconfig.model_dump())
         places = asyncio.Semaphore(self.gate.max_concurrent_rollouts * self.gconfig.n_samples)
 
@@ -166,7 +165,6 @@ class WorkflowExecutor:
         return self._next_id - 1
 
     def _draw(self, dataloader: Any) -> Iterator[tuple[int, Sample]]:
-        """Yield (position, sample) for every sample to run, epoch after epoch."""
         for sample in self._streams.setdefault(dataloader, cycle(dataloader)):
             task_id = self._new_id()
             if task_id not in self._closed:
@@ -197,7 +195,6 @@ class WorkflowExecutor:
     # ---- restarts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the closed positions for a checkpoint."""
         closed = {*range(self._next_id)} - self.dispatcher.in_flight()
         return {"closed": sorted(closed | self._closed)}
 
@@ -243,7 +240,7 @@ class WorkflowExecutor:
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """Yield samples, epoch after epoch. Raises ValueError if an epoch has no sample."""
+    """Raises ValueError if an epoch has no sample."""
     while True:
         batch = None
         for batch in dataloader:

@@ -1,11 +1,11 @@
 """Plan the processes of a run: the inference servers and the proxy.
 
-The processes get API keys in the environment, except SGLang: its key is on the command line, which
-other users can read.
+The processes get API keys in the environment. SGLang's key is on the command line, which other
+users can read.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
 4 ranks and 2 servers of 2 GPUs each, the first server gets GPUs 4 and 5, and the second 6 and 7. If
-there are too few GPUs, servers share GPUs with the ranks.
+there are too few GPUs, the servers take all GPUs in turn.
 """
 
 import json
@@ -26,9 +26,7 @@ SGLANG_VARIABLES = {
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
-    """The inference servers to start; `key` is their API key. For the small server,
-    server.device=auto becomes cuda or cpu. Raises ConfigError if server.device=cuda and no GPU is
-    visible."""
+    """Raises ConfigError if server.device=cuda and no GPU is visible."""
     server = config.server
     size = server.tp_size
     if server.backend == "tiny":
@@ -40,7 +38,6 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = server.count * size
     is_shared = len(gpus) - ranks < wanted
-    # If there are too few GPUs, the servers take all GPUs in turn.
     pool = gpus * server.count if is_shared else gpus[-wanted:]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
     words += ["--tokenizer-path", config.tokenizer_path]
@@ -72,8 +69,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """The proxy for `servers`, not yet started. `hooks` maps the class path of each engine hook to
-    its arguments."""
+    """`hooks` maps the class path of each engine hook to its arguments."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.model_dump())]
     words += ["--hooks", json.dumps(hooks)]

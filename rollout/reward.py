@@ -1,11 +1,11 @@
 """Compute a finite reward without delaying other episodes.
 
-A plain reward function in the episodes' shared event loop would make every agent wait. So
+In the episodes' shared event loop, a plain reward function would make every agent wait. So
 AsyncRewardWrapper runs the function in a process (workers.py), and kills the process at the time
 limit. Waiting for a free process does not count towards the limit. A coroutine function runs in the
 event loop itself.
 
-If a reward function fails, its episode fails, because a reward of 0 would mislead the policy.
+If a reward function fails, the episode fails, because a reward of 0 would mislead the policy.
 """
 
 import functools
@@ -21,9 +21,8 @@ from rollout.workers import WorkerPool, within
 
 @functools.cache
 def pools(users: str, size: int) -> PerLoop:
-    """Return, for each event loop, a pool of at most `size` processes. Agents and rewards (`users`)
-    have separate pools, because rewards must not wait for an agent that holds its process for an
-    hour."""
+    """Agents and rewards (`users`) have separate pools. Otherwise a reward could wait for an agent
+    that holds its process for an hour."""
     return PerLoop(lambda: WorkerPool(size), WorkerPool.aclose)
 
 
@@ -32,9 +31,9 @@ class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids,
     completion_ids, **data)`.
 
-    Raises RuntimeError if a plain function raises, and TimeoutError after the time limit. An
-    exception of a coroutine function passes through. A plain function must be importable in another
-    process.
+    Raises RuntimeError if a plain function raises, and TimeoutError after the time limit. A
+    coroutine function's own exception is raised unchanged. A plain function must be importable in
+    another process.
     """
 
     reward_fn: Callable[..., Any]

@@ -21,8 +21,8 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. No tenso
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 
-A workflow must return input_ids and attention_mask. `complete` adds missing keys except logprobs.
-Without loss_mask, no token is trained. Without turn_ids, all trained tokens of a row form one turn.
+A workflow must return input_ids and attention_mask. Without loss_mask, no token is trained. Without
+turn_ids, all trained tokens of a row form one turn.
 """
 
 import json
@@ -64,18 +64,18 @@ Trajectory = dict[str, Tensor]
 
 
 def version_span(traj: Trajectory, tokens: Tensor) -> tuple[int | None, int | None]:
-    """Return the oldest and the newest version of the tokens in a mask (B, L), or (None, None)."""
+    """Return the oldest and newest version of the tokens in a mask (B, L). An empty mask gives
+    (None, None)."""
     versions = traj["versions"][tokens].tolist()
     return min(versions, default=None), max(versions, default=None)
 
 
 def generated(traj: Trajectory) -> Tensor:
-    """Return a mask (B, L) of the tokens that the policy sampled, trained or not."""
+    """The mask (B, L) of the tokens that the policy sampled, trained or not."""
     return traj["turn_ids"] >= 0
 
 
 def head_version(traj: Trajectory) -> int | None:
-    """Return the oldest version among the trained tokens, or None if no token is trained."""
     return version_span(traj, traj["loss_mask"] > 0)[0]
 
 
@@ -89,7 +89,7 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
 
 
 def check_trajectory_format(traj: Any) -> None:
-    """Raise ValueError if a trajectory is malformed. The message names the key."""
+    """Raise ValueError if a trajectory is malformed."""
     found = sorted(traj) if isinstance(traj, dict) else [type(traj).__name__]
     if not {"input_ids", "attention_mask"} <= {*found}:
         raise ValueError(f"a trajectory is a dict with input_ids and attention_mask, not {found}")
@@ -111,11 +111,8 @@ def check_trajectory_format(traj: Any) -> None:
 def complete(
     traj: Trajectory, task_id: int, version: int = 0, temperature: float = 1.0
 ) -> Trajectory:
-    """Add the missing keys of the table above, except logprobs, which nothing can replace. Convert
-    tensors to the table's dtypes. Without `versions`, sampled tokens get `version`, the version at
-    the episode's start, because no token is older. Without `temperatures`, sampled tokens get
-    `temperature`.
-    """
+    """Add the missing keys of the table above, except logprobs, and use the table's dtypes. Missing
+    `versions` become `version`, the version at the episode's start, because no token is older."""
     shape = traj["input_ids"].shape
     full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
     full |= {key: x.to(full[key].dtype) if key in full else x for key, x in traj.items()}
@@ -137,7 +134,7 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all rows to the length of the longest trajectory, and stack them in order.
 
     A key is padded only if its tensors have the shape [B, L, ...] in all trajectories. Raises
-    ValueError if there is no trajectory, or if the trajectories have different keys.
+    ValueError if there is no trajectory, or if the keys differ.
     """
     if not trajectories:
         raise ValueError(
@@ -164,7 +161,6 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Turn each interaction into a row. `parents` holds the index of each row's parent, or -1."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -176,7 +172,7 @@ def to_tensors(result: Any) -> Trajectory:
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
     """Write the rows to {folder}/{version}/{task_id}.jsonl, in the format of AReaL's page "Rollout
     Workflow". The field `completion` holds everything from the first generated token to the end of
-    the row, including the messages of other roles between turns."""
+    the row."""
     lines = []
     for i, sampled in enumerate(generated(traj)):
         row = {key: x[i] for key, x in traj.items()}
@@ -185,7 +181,7 @@ def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: 
         oldest, newest = version_span(row, sampled)
         record = {
             "task_id": task_id,
-            "sample_idx": i,  # of the row in its group; the name is AReaL's
+            "sample_idx": i,  # the row's index in its group
             "seqlen": len(ids),
             "prompt_len": prompt_len,
             "head_version": oldest,

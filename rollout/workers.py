@@ -1,7 +1,7 @@
 """Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
-User code may compute for minutes, hang or crash. In the episodes' shared event loop it would then
-stop every episode, so a pool runs each call in a process that can be killed:
+User code may compute for minutes, hang or crash. In the episodes' shared event loop it would stop
+every episode. So a pool runs each call in a process that can be killed:
 
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
@@ -12,8 +12,8 @@ killed.
 
 A call is sent as a pickle that names the function. The process imports the function's module, but
 not the main script. A result comes back as JSON, because an agent's pickle could run code in the
-trainer. Printed output and tracebacks go to the run's standard error. All worker processes end with
-the trainer, and none gets the trainer's keys for servers and proxy.
+trainer. Printed output and tracebacks go to the run's standard error. Worker processes end with the
+trainer, and none gets the trainer's keys for servers and proxy.
 
 A child that has left the process group (setsid) is not killed, and a coroutine that ignores its
 cancellation keeps running. Windows is not supported.
@@ -60,8 +60,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`. Raises RuntimeError with the reason if the function
-        raises or the process ends."""
+        """Raises RuntimeError with the reason if the function raises or the process ends."""
         for code in (function, *args):
             if getattr(code, "__module__", "") == "__main__":
                 raise ValueError(f"move {code} to a module, which another process can import")
@@ -88,14 +87,14 @@ class Worker:
         return self.process.stdout.readline()
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # an empty group raises (Linux, macOS)
+        with suppress(ProcessLookupError, PermissionError):  # raised if the group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), self.process:  # closes the pipes, and waits for the end
             self._thread.shutdown()
 
 
 class WorkerPool:
-    """A pool of at most `size` processes for one event loop. A process starts when none is idle."""
+    """A pool of at most `size` processes for one event loop."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
@@ -122,15 +121,15 @@ class WorkerPool:
 
 
 def serve(trainer: int) -> None:
-    """Run calls until the trainer (a pid) is gone."""
+    """Run calls until the process `trainer` is gone."""
     calls, answers = os.dup(0), os.dup(1)
     # A child that outlives this process must not keep the trainer waiting for an answer.
     os.register_at_fork(after_in_child=lambda: os.close(answers))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the user's code prints must not look like an answer
 
-    # The watching thread is no daemon, so this process does not exit before the thread has killed
-    # the processes that agents have left running.
+    # The watching thread is no daemon. So before this process exits, the thread kills the
+    # processes that agents have left running.
     follow_parent(lambda: os.killpg(0, signal.SIGKILL), trainer, daemon=False)
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():
@@ -139,7 +138,6 @@ def serve(trainer: int) -> None:
 
 
 def outcome_of(call: bytes) -> bytes:
-    """Run a call, and return [value, error] as JSON. `error` is null if the call succeeded."""
     try:
         function, args, kwargs = pickle.loads(call)
         outcome = function(*args, **kwargs), None
@@ -149,14 +147,14 @@ def outcome_of(call: bytes) -> bytes:
         return json.dumps([None, f"{type(error).__name__}: {error}"]).encode()
 
 
-# A process has one event loop for all its episodes. If each episode closed a loop of its own, the
-# clients that an agent leaves open would report "Event loop is closed".
+# A process has one event loop. If each episode closed a loop of its own, the clients that an agent
+# leaves open would report "Event loop is closed".
 _runner = functools.cache(asyncio.Runner)
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Run an agent's episode. Environment variables give the session's URL and key to SDK clients
-    that the agent makes without arguments."""
+    """Environment variables give the session's URL and key to SDK clients that the agent makes
+    without arguments."""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,

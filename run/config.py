@@ -298,7 +298,7 @@ ALIASES = {  # other names for keys, from AReaL's documents
     **{f"rollout.{x}": x for x in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
 }
 
-# The keys that --help shows. --help-all shows all keys.
+# the keys that --help shows
 MAIN_KEYS = """mode task workflow callbacks seed max_steps trial_name model_path train_dataset.path
 train_dataset.batch_size gconfig.n_samples gconfig.max_new_tokens gconfig.temperature
 rollout.max_head_offpolicyness rollout.stale server.backend actor.eps_clip actor.loss
@@ -308,7 +308,7 @@ actor.optimizer.lr evaluator.interval"""
 class ConfigError(ValueError):
     """The configuration is wrong. The message is one line, and says what to change."""
 
-    is_verdict = True  # the message says everything, so no traceback is printed
+    is_verdict = True  # no traceback is printed
 
 
 @contextmanager
@@ -322,7 +322,6 @@ def one_line(what: str) -> Iterator[None]:
 
 
 def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yield the full name, the value and the declaration of every key."""
     for name, declared in type(group).model_fields.items():
         value = getattr(group, name)
         if isinstance(value, BaseModel):
@@ -333,7 +332,7 @@ def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Fi
 
 def flatten(value: Any, *path: Any) -> Iterator[Any]:
     """Yield every setting of a nested dict as path and value, such as ("actor", "eps_clip") and
-    0.2. A path is a tuple, because the names in a workflow's arguments may contain dots."""
+    0.2. A path is a tuple, because names in workflow_kwargs may contain dots."""
     if not isinstance(value, dict) or not value:
         yield path, value
         return
@@ -343,7 +342,7 @@ def flatten(value: Any, *path: Any) -> Iterator[Any]:
 
 def merge(settings: dict[str, Any], given: Iterable[Any]) -> None:
     """Put (path, value) pairs into the nested dict `settings`, and replace aliases. Raises
-    ConfigError if a key is given under two names."""
+    ConfigError if one key is given under two names."""
     names: dict[str, str] = {}  # the name by which each key was given
     for path, value in given:
         name = ".".join(map(str, path))
@@ -360,11 +359,7 @@ def merge(settings: dict[str, Any], given: Iterable[Any]) -> None:
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
-    """Return the configuration and the options of a command line. --help and --help-all print the
-    help and exit.
-
-    Raises ConfigError if a key is wrong.
-    """
+    """Raises ConfigError if a key is wrong."""
     keys = [*list_keys(TrainConfig())]
     lines = [
         f"  {name}={value}\n      {key.description}"

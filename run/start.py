@@ -33,7 +33,6 @@ from run.inputs import find_model
 
 
 def revision() -> str:
-    """The git commit of this checkout, or ""."""
     words = ["git", "describe", "--always", "--dirty"]
     with suppress(OSError):
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -41,7 +40,8 @@ def revision() -> str:
 
 
 class Run:
-    """Every rank makes a Run, but only rank 0's has servers, a proxy, an engine and an executor."""
+    """Every rank makes a Run, but only that of rank 0 has servers, a proxy, an engine and an
+    executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs
@@ -52,12 +52,10 @@ class Run:
     prints_steps = True  # unless a callback shows the steps
 
     def __init__(self, config: TrainConfig, force: bool = False) -> None:
-        """Find the model, claim the run's folder, and start the servers. With `force`, a run
-        continues even if it began with other code, seed or data. Raises ConfigError if the run
-        cannot start."""
+        """Raises ConfigError if the run cannot start."""
         self.config = config = resolve(config)
         self.rank = int(os.environ.get("RANK", 0))
-        self.callbacks: list[Any] = []  # PPOTrainer adds those of the configuration
+        self.callbacks: list[Any] = []  # filled by PPOTrainer
         self.step, self.last_step = 0, config.max_steps  # `step` is the last finished one
         self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
         self.stack = ExitStack()
@@ -120,12 +118,11 @@ class Run:
         return [child.url for child in children]
 
     def wait_until_ready(self) -> None:
-        """Wait until every process answers. Raises ProcessDied."""
+        """Raises ProcessDied if a process ends before it answers."""
         for child in self.children:
             child.wait_ready()
 
     def call(self, event: str, *args: Any) -> dict[str, Any]:
-        """Call the method `event` of every callback that has it, and merge the returned dicts."""
         merged: dict[str, Any] = {}
         for callback in self.callbacks:
             merged |= getattr(callback, event, lambda *_: None)(*args) or {}
@@ -158,8 +155,8 @@ class Run:
             dist.destroy_process_group()
 
     def command(self, *words: str) -> str:
-        """This run's command, quoted for a shell, without trial_name and mode. `words` replace
-        words with the same keys."""
+        """This run's command, quoted for a shell, without trial_name and mode. `words` replace the
+        command's words for the same keys."""
         keys = {"trial_name", "mode", "-u", *(word.partition("=")[0] for word in words)}
         keys |= {alias for alias in ALIASES if ALIASES[alias] in keys}
         given = [word for word in sys.orig_argv[1:] if word.partition("=")[0] not in keys]
@@ -169,18 +166,14 @@ class Run:
 
 
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
-    """Read the command line and start the run's servers, before torch is imported.
-
-    With --help, or with mode=eval and evaluator.base_url, the program exits here without a run. If
-    the configuration is wrong, the program prints one line and exits with code 2.
-    """
+    """Read the command line and start the run's servers, before torch is imported. If the
+    configuration is wrong, the program prints one line and exits with code 2."""
     raise_open_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide exit codes
     for caught in (signal.SIGINT, signal.SIGTERM):
         signal.signal(caught, lambda number, _: sys.exit(128 + number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster for a small model on shared cores
-    # By default, oneDNN keeps code for 1,024 shapes, which takes .7 GB for a model of 135M
-    # parameters. We keep it for 32 shapes.
+    # By default, oneDNN keeps code for 1,024 shapes: .7 GB for a model of 135M parameters.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     try:
         config, options = load(argv)
@@ -200,8 +193,8 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Without gc.freeze, full garbage collections would visit all imported objects: .2 s each, and a
-    # tenth of the demo's CPU time in all.
+    # Without gc.freeze, garbage collection would scan all imported objects, and take a tenth of the
+    # demo's CPU time.
     gc.freeze()
     code: Any = 0
     try:
@@ -220,9 +213,9 @@ def main(run: Run, train: Callable[[Run], None]) -> Any:
             words = run.command(f"trial_name={run.config.trial_name}")
             print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
     status = code if isinstance(code, int) else 1
-    if run.rank > 0:  # a gloo thread that holds a tensor while Python ends would abort the rank
+    if run.rank > 0:  # else a gloo thread that still holds a tensor aborts the rank
         os._exit(status)
-    # Before Python exits, it waits for threads that are not daemons. An agent's thread may hang, so
+    # Python waits for threads that are not daemons before it exits. An agent's thread may hang, so
     # an alarm ends the process after ten seconds.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
     signal.alarm(10)

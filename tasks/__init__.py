@@ -1,5 +1,4 @@
-"""The tasks that the recipes train on. A task has data, an agent or workflow, a reward, and
-sometimes a small base model.
+"""The tasks that the recipes train on.
 
 Read guess.py first (the demo), then calculator.py (a tool, for the pretrained model of smollm2.py),
 maze.py (long answers) and gsm8k.py (mathematics, for a GPU). base_model.py trains the small models

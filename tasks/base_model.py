@@ -14,7 +14,6 @@ so none earns a reward. But the imitated player makes many random moves, so only
 learning makes the model play well.
 
 **Reproducibility.** On one machine, the same seed and number of threads give the same weights.
-Another machine may give other weights.
 """
 
 import tempfile
@@ -35,7 +34,6 @@ IGNORED = -100  # the label of a token that is left out of the loss
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer. The special tokens, such as <pad>, have the ids 0 to 5."""
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -50,18 +48,14 @@ def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int]:
-    """Return the token ids of a whole conversation."""
     return list(tokenizer.apply_chat_template(messages, return_dict=False))
 
 
 def make_qwen3(
     tokenizer: PreTrainedTokenizerFast, layers: int, context: int, seed: int
 ) -> Qwen3ForCausalLM:
-    """Return a Qwen3 of width 64 with random weights.
-
-    The weights have a standard deviation of 0.06. With the usual 0.02, attention would be nearly
-    uniform at this width, and training would stall.
-    """
+    """The random weights have a standard deviation of 0.06. With the usual 0.02, attention would be
+    nearly uniform at this width, and training would stall."""
     config = Qwen3Config(
         hidden_size=64,
         intermediate_size=256,
@@ -81,8 +75,8 @@ def make_qwen3(
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return a label for each token of a conversation: the token itself in the assistant's
-    messages, including their end tokens, and IGNORED elsewhere."""
+    """Return one label per token: in the assistant's messages the token itself, elsewhere
+    IGNORED."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels = []
     inside = False
@@ -99,11 +93,10 @@ def imitate(
     steps: int,
     lr: float,
 ) -> float:
-    """Train the model with AdamW to predict the assistant's tokens. The learning rate falls
-    linearly to 0. Return the loss of the last batch, in nats per token.
+    """Train the model with AdamW to predict the assistant's tokens. Return the loss of the last
+    batch, in nats per token.
 
-    Padding needs no attention mask: it is on the right, so no real token attends to it, and the
-    loss ignores its labels.
+    Padding is on the right, so no real token attends to it, and no attention mask is needed.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     loss = torch.tensor(torch.nan)

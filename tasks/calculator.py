@@ -15,9 +15,9 @@ the model never makes a right call, so it has nothing to learn from.
 call without the right value earns at most 0.2. If a wrong value earned more, the model would settle
 on one operation before trying the others.
 
-    0.05  begins a call      0.2  a value of the problem's numbers, but by the wrong operation
+    0.05  begins a call      0.2  the problem's numbers, but the wrong operation
     0.10  a complete call    0.6  the right value
-    0.15  any operation      0.8  an answer that contains it      1.0  this value alone
+    0.15  any operation      0.8  an answer that contains the value      1.0  the value alone
 
 **Held out.** The problems of the split "valid" use four templates of their own, and numbers that
 training never sees, so the model cannot know their answers by heart.
@@ -52,11 +52,9 @@ OPERATIONS = {
 
 
 def calculate(expression: Any) -> str:
-    """Return the value of an expression of integers with + - * // and brackets, else "error".
-
-    Nothing but these operations is ever computed, because a model wrote the expression. The limit
-    of 20 characters bounds the value and the time to compute it.
-    """
+    """Compute integers with + - * // and brackets. Return "error" for everything else, because a
+    model wrote the expression. The limit of 20 characters bounds the value and the time to compute
+    it."""
     if not isinstance(expression, str) or not re.fullmatch(r"[-+*/()\d ]{1,20}", expression):
         return "error"
     try:
@@ -124,7 +122,6 @@ class CalculatorAgent:
         self.graded = graded
 
     async def converse(self, client: AsyncOpenAI, question: str) -> AsyncIterator[dict]:
-        """Yield every message after the question: tool calls, results and the answer."""
         messages: list[Any] = [*self.examples, {"role": "user", "content": question}]
         for _ in range(self.max_turns):
             reply = await client.chat.completions.create(
@@ -141,8 +138,7 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """Return the reward. A wrong value ends the episode, because we never saw a model correct
-        its mistake."""
+        """A wrong value ends the episode, because we never saw a model correct its mistake."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []
@@ -158,7 +154,6 @@ WORKFLOW = CalculatorAgent
 
 
 def grade(data: dict, said: list[dict]) -> float:
-    """Return the reward of the messages after the question."""
     calls = [call for message in said for call in message.get("tool_calls") or []]
     results = [message["content"] for message in said if message["role"] == "tool"]
     text = said[-1].get("content", "")
@@ -207,10 +202,7 @@ HELD_OUT = [
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return 480 problems for the split "train", and 96 held-out problems for any other split.
-
-    A problem has numbers from 11 to 99. Numbers n with n % 5 == 2 are held out.
-    """
+    """Return 480 problems for the split "train", and 96 held-out problems for any other split."""
     is_train = split == "train"
     rng = random.Random(split)
     numbers = [n for n in range(11, 100) if (n % 5 != 2) == is_train]

@@ -19,9 +19,9 @@ problems, set `train_dataset.path` and `valid_dataset.path` to JSONL files whose
 "question" and "answer". As in GSM8K, "answer" is the whole solution, with the number after the last
 `####`.
 
-**Comparison.** If math-verify is installed, it decides whether two answers are equal, and
-understands fractions, units and LaTeX. Without math-verify, the reward compares the numbers that
-`last_number` finds: 1,000 equals 1000.0, but 1/2 does not equal 0.5.
+**Comparison.** If math-verify is installed, it compares answers, and understands fractions, units
+and LaTeX. Without math-verify, the reward compares the numbers that `last_number` finds: 1,000
+equals 1000.0, but 1/2 does not equal 0.5.
 """
 
 import re
@@ -63,11 +63,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the number that a text gives as its answer, or None if the text has no number.
-
-    The answer is the last number in the last LaTeX box. Without a box, the answer is the last
-    number after `####`, or else the last number of the text.
-    """
+    """Return the last number in the last LaTeX box. Without a box, return the last number after
+    `####`, or else the last number of the text."""
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
         if "\\boxed{" in text
@@ -78,7 +75,6 @@ def last_number(text: str) -> Decimal | None:
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
         # None switches off math-verify's own time limit, which works only in the main thread.
         # AsyncRewardWrapper limits the time instead.
@@ -93,7 +89,7 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_
 ) -> float:
-    """Return 1 or 0. rollout/reward.py runs this function in a separate process."""
+    """rollout/reward.py runs this function in a separate process."""
     return float(is_right(completion, answer))
 
 
@@ -115,8 +111,7 @@ class MathAgent:
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         messages: list = list(data["messages"])
-        # math-verify can need minutes for an answer. Called directly, math-verify would block all
-        # other episodes.
+        # math-verify can need minutes for an answer. A direct call would block all other episodes.
         check = AsyncRewardWrapper(is_right, self.timeout_seconds)
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)

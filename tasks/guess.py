@@ -11,13 +11,13 @@ tokens or versions.
 4 is wrong, three numbers and two guesses are left, so the second guess must be the middle of the
 three numbers. The model learns this second guess late, because not every game reaches it. Until
 then, games that begin with 4 earn the lowest reward. So with most seeds, training ends in a local
-optimum with another first guess. With six numbers, 3 and 4 are equally good first guesses: each
-leaves two numbers on one side and three on the other. But 2 and 5 are local optima, because an
-agent that begins with 2 or 5 can find five of the six secrets. So a penalty on the distance to the
-base model (configs/demo.yaml) keeps every first guess likely until the later guesses are learnt.
+optimum with another first guess. With six numbers, 3 and 4 are equally good first guesses. But 2
+and 5 are local optima, because an agent that begins with 2 or 5 can find five of six secrets. So a
+penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until
+the later guesses are learnt.
 
 **Several strategies find every secret**, so the trained model may guess differently from binary
-search, which needs the fewest guesses on average. `summary` draws both strategies side by side.
+search. `summary` draws both strategies side by side.
 """
 
 import random
@@ -48,12 +48,10 @@ def parse(answer: str | None) -> int | None:
 
 
 def feedback(guess: int, secret: int) -> str:
-    """Return the game's answer to a wrong guess."""
     return "higher" if secret > guess else "lower"
 
 
 def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
-    """Return the secrets that remain possible after the game has answered `guess` with `word`."""
     return [secret for secret in possible if secret != guess and feedback(guess, secret) == word]
 
 
@@ -85,7 +83,6 @@ WORKFLOW = GuessAgent
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return the six secrets, which are the same in every split."""
     return [{"secret": secret} for secret in SECRETS]
 
 
@@ -93,8 +90,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. In half of the games, the player guesses only numbers
-    that the earlier answers allow."""
+    """In half of the games, the player guesses only numbers that the earlier answers allow."""
     secret = rng.choice(SECRETS)
     listens = rng.random() < 0.5
     possible: Sequence[int] = SECRETS
@@ -129,15 +125,14 @@ def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
 
 
 def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
-    """Return the middle of the possible secrets."""
     return str(possible[(len(possible) - 1) // 2])
 
 
 def explore(
     play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS
 ) -> Tree:
-    """Draw a player's strategy as a tree. Each guess has up to two guesses below it: one for the
-    answer "lower", and one for "higher".
+    """Draw a player's strategy as a tree. Below each guess are the next guesses after the answers
+    "lower" and "higher".
 
     For every secret that the player finds, append the number of guesses to `found`.
     """
@@ -159,8 +154,7 @@ def explore(
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
-    """Print the greedy policy's strategy next to binary search, and the command that trains on
-    GSM8K. `ask` returns the model's greedy answer to a conversation."""
+    """Print the greedy policy's strategy next to binary search."""
     panels = []
     for title, play in (
         ("learnt", lambda messages, _: ask(messages)),

@@ -47,7 +47,6 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
 
 
 def name(cell: Cell) -> str:
-    """Return a cell's name, such as b7."""
     return f"{chr(ord('a') + cell[0])}{cell[1] + 1}"
 
 
@@ -56,8 +55,8 @@ CELLS = {name((x, y)): (x, y) for x in range(SIDE) for y in range(SIDE)}
 
 @cache
 def passages() -> dict[Cell, set[Cell]]:
-    """Return each cell's neighbours without a wall in between. There is exactly one path between
-    any two cells."""
+    """Map each cell to the neighbours that no wall separates from it. Exactly one path joins any
+    two cells."""
     rng = random.Random(MAZE_SEED)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
     trail = [(0, 0)]
@@ -78,7 +77,6 @@ def passages() -> dict[Cell, set[Cell]]:
 
 @cache
 def distances(home: str) -> dict[Cell, int]:
-    """Return the number of moves from every cell to `home`."""
     moves = {CELLS[home]: 0}
     queue = [CELLS[home]]
     for here in queue:  # the loop also visits the cells that it appends
@@ -92,7 +90,7 @@ def distances(home: str) -> dict[Cell, int]:
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return 286 prompts: one for each home and each of the other 143 cells."""
+    """Return 286 prompts: one for each pair of a home and another cell."""
     pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
     return [
         {"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b}
@@ -101,8 +99,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells that an answer visits. Return None if the walk does not begin at `start`,
-    names an unknown cell or goes through a wall."""
+    """Return None if the walk does not begin at `start`, names an unknown cell or goes through a
+    wall."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -119,11 +117,7 @@ def reward(
     home: str,
     **_,
 ) -> float:
-    """Return SPL = S * l / max(p, l). S is 1 on success, else 0. The shortest way has length l, and
-    the walk has length p.
-
-    The parameters are those of AReaL's reward functions. SPL is from Anderson et al. 2018.
-    """
+    """Return SPL (Anderson et al. 2018). AReaL's reward functions have the same parameters."""
     walk = walk_of(completions, start)
     if walk is None or walk[-1] != CELLS[home]:
         return 0.0
@@ -134,7 +128,6 @@ def reward(
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
-    """Return a drunkard's walk of at most CURFEW moves."""
     walk = [CELLS[start]]
     moves_home = distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
@@ -155,7 +148,6 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
     instances = dataset()
 
     def one_walk() -> list[int]:
-        """Return the token ids of one prompt and a drunk's walk."""
         instance = rng.choice(instances)
         walk = stagger(rng, instance["start"], instance["home"])
         answer = {"role": "assistant", "content": " ".join(map(name, walk))}
@@ -173,16 +165,16 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return the (column, line) at which `draw` shows the passage between cells a and b. If a and
-    b are equal, this is the place of the cell itself."""
+    """Return (column, line) of the passage between cells a and b in the picture. For a == b, this
+    is the place of the cell."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 
 def draw(walk: list[Cell], home: str) -> Text:
     """Draw the maze. Dots show the walk, S its start and H the home.
 
-    The picture is 2 * SIDE + 1 squares wide and high. Cells lie in odd columns and rows. The square
-    between two neighbours is a passage or a wall.
+    Cells lie in odd columns and lines of the picture. The square between two neighbours is a
+    passage or a wall.
     """
     picture = {
         square(cell, other): ("  ", "")
@@ -199,14 +191,12 @@ def draw(walk: list[Cell], home: str) -> Text:
 
 
 def typical() -> dict:
-    """Return the prompt whose shortest way has the median length."""
     ways = sorted(dataset(), key=lambda d: distances(d["home"])[CELLS[d["start"]]])
     return ways[len(ways) // 2]
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
-    """Draw the greedy policy's walk for a typical prompt. `ask` returns the model's greedy answer
-    to a conversation."""
+    """Draw the greedy policy's walk for a typical prompt."""
     instance = typical()
     start, home = instance["start"], instance["home"]
     walk = walk_of(ask(instance["messages"]), start)

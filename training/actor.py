@@ -5,14 +5,14 @@ optimizer, a version, and a connection to the servers. train.py shows the order 
 
 **A batch is divided twice.** First, the batch's prompt groups are dealt out to mini-batches, and
 each optimizer step uses one mini-batch. Then a mini-batch is cut into pieces of at most `mb_tokens`
-tokens, and each forward and backward pass uses one piece. A piece's loss is divided by its
-mini-batch's number of trained tokens on all ranks. So the pieces' gradients add up to the
+tokens, and each forward and backward pass uses one piece. A piece's loss is divided by the number
+of trained tokens in the whole mini-batch, on all ranks. So the pieces' gradients add up to the
 mini-batch's gradient, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens,
 4 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
 **Ranks.** Each rank holds one shard of the parameters (torch's FSDP2). Every rank gets the whole
 batch, computes all advantages and makes the same mini-batches. Only the forward and backward passes
-are divided among the ranks. The ranks' gradients add up to that of a single rank.
+are divided among the ranks.
 
 **Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
 gradient and no optimizer state. Frozen weights are not in recover/, and are sent at most once.
@@ -65,8 +65,7 @@ LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """The learning rate at `step`, counted from 0, as a share of its peak. After a linear warm-up,
-    the learning rate stays at the peak, or falls linearly to a tenth at max_steps."""
+    """The learning rate at `step`, counted from 0, as a share of its peak."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -86,14 +85,14 @@ class FSDPEngine:
         self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
         self.model: Any = None
         self.cut: Any = None  # cuts rows into pieces
-        self.frozen: list[Any] = []  # the first layers, if the policy does not train them
+        self.frozen: list[Any] = []  # frozen layers of the policy
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
 
     def create_process_group(self, *_: Any, **__: Any) -> None:
-        """Join the ranks of torchrun, or be the only rank. AReaL's arguments are ignored."""
+        """AReaL's arguments are ignored."""
         join_ranks()
 
     def initialize(self, *_: Any, **__: Any) -> None:
@@ -131,8 +130,8 @@ class FSDPEngine:
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """Return log p(token | tokens before it) of the trained tokens as (B, T) float32, with 0
-        for other tokens. All ranks call this with the same batch, and get the same result."""
+        """Return log p(token | earlier tokens) as (B, T) float32. Untrained tokens get 0. All ranks
+        call this with the same batch."""
         # With frozen layers, cut the same pieces as ppo_update, which reuses the frozen outputs.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(batch, n)
@@ -143,7 +142,6 @@ class FSDPEngine:
         return self.gather(batch, pieces, "logp")
 
     def gather(self, batch: Batch, pieces: list[Piece], key: str) -> Tensor:
-        """Gather tokens[key] from the pieces of all ranks into one tensor (B, T)."""
         whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (B, T)
         for _, tokens in pieces:
             whole[tokens["row"], tokens["column"]] = tokens[key]
@@ -151,8 +149,8 @@ class FSDPEngine:
         return whole.cpu()
 
     def forward(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Run a piece, and return the log-probabilities (N,) of its trained tokens and the
-        entropies (N,) of their distributions."""
+        """Return the log-probabilities (N,) of a piece's trained tokens and the entropies (N,) of
+        their distributions."""
         tokens = piece.tokens
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +190,6 @@ class FSDPEngine:
         dist.barrier()
 
     def destroy(self) -> None:
-        """Release the model. The ranks stay connected until the run ends."""
         self.model = None
 
 
@@ -210,8 +207,8 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
         self.written: int | None = None  # newest version that was written or sent
-        self.outputs: dict[str, Any] = {}  # of the last frozen layer, by the piece's inputs
-        self.running = ""  # the inputs of the piece that runs, as a key of `outputs`
+        self.outputs: dict[str, Any] = {}  # key of a piece -> output of the last frozen layer
+        self.running = ""  # key of the piece that runs
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
         """Schedules end after `max_steps` training steps."""
@@ -230,7 +227,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
         """Run a frozen layer only in the first pass over a piece. Later passes use the stored
-        output of the last frozen layer, because it never changes."""
+        output of the last frozen layer, which never changes."""
         if self.running in self.outputs:
             return self.outputs[self.running]
         out = forward(*args, **keys)
@@ -244,11 +241,10 @@ class FSDPPPOActor(FSDPEngine):
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the engine that gets new weights. AReaL's argument `meta` is ignored."""
+        """AReaL's argument `meta` is ignored."""
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
-        """Return the engine's next batch on every rank."""
         return share(lambda: self.rollout.prepare_batch(dataloader, **options))
 
     def should_compute_prox_logp(self) -> bool:
@@ -316,13 +312,12 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """Make one optimizer step. `count` is the mini-batch's number of trained tokens on all
-        ranks, and `pieces` are this rank's part. `fraction` is the share of the training step that
-        is already done."""
+        """`count` is the mini-batch's number of trained tokens on all ranks, and `pieces` are this
+        rank's part. `fraction` is the share of the training step that is already done."""
         o = self.config.optimizer
         found = []
-        # 1. Add up the gradients of all pieces. FSDP averages them over the ranks, so the loss is
-        #    multiplied by the number of ranks.
+        # 1. Add up the gradients of all pieces. FSDP averages gradients over the ranks, so the
+        #    loss is multiplied by the number of ranks.
         self.optimizer.zero_grad()
         for piece in pieces:
             loss, stats = self.piece_loss(piece, count, fraction)
@@ -331,7 +326,7 @@ class FSDPPPOActor(FSDPEngine):
         sums = torch.stack(found).sum(0)
         dist.all_reduce(sums)
 
-        # 2. Clip the gradient, and check that everything is finite.
+        # 2. Clip and check the gradient.
         limit = o.gradient_clipping or math.inf
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -351,8 +346,8 @@ class FSDPPPOActor(FSDPEngine):
     def piece_loss(
         self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a piece's loss and metrics. Each value is divided by `count`, the mini-batch's
-        number of trained tokens, so the pieces' values add up to the mini-batch's mean. Writes
+        """Return a piece's loss and metrics, divided by `count`, the mini-batch's number of trained
+        tokens. So the pieces' values add up to the mini-batch's mean. Writes
         piece.tokens["theta_logp"] (N,)."""
         c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
@@ -388,7 +383,7 @@ class FSDPPPOActor(FSDPEngine):
 
     @property
     def anneal(self) -> float:
-        """The factor of the entropy and KL terms: always 1, or with `actor.anneal` from 1 to 0."""
+        """The factor of the entropy and KL terms. With `actor.anneal` it falls from 1 to 0."""
         return max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1.0
 
     def step_lr_scheduler(self) -> None:
@@ -404,8 +399,7 @@ class FSDPPPOActor(FSDPEngine):
         return {"model": model, "moments": moments, "numbers": numbers}
 
     def save_state(self, folder: Path) -> None:
-        """Write the trainable weights, the optimizer's state and the number of steps. Each rank
-        writes its shards."""
+        """Each rank writes its own shards."""
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
@@ -416,7 +410,7 @@ class FSDPPPOActor(FSDPEngine):
         self.steps, frozen = state["numbers"].tolist()
         if frozen != self.config.frozen_layers:
             raise ConfigError(f"the checkpoint was made with actor.frozen_layers={frozen}")
-        dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
+        dcp.load(state, checkpoint_id=folder)  # in place
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """In mode disk, write the weights while the servers still generate."""

@@ -1,12 +1,12 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-A layout divides the rows into pieces. A piece is the input of one pass, and says which hidden state
-predicts each trained token. In every layout, a token has the log-probability that it would have if
-its row went through the model alone. So layouts differ only in time and memory.
+A piece is the input of one pass. It also says which hidden state predicts each trained token. In
+every layout, a token has the log-probability that it would have if its row went through the model
+alone. So layouts differ only in time and memory.
 
     padded    rows of similar length are stacked, and the shorter ones are padded on the right. No
               token attends to the padding after it, so no mask is needed.
-    tree      rows lie end to end in one long row, but a prefix that they share appears once
+    tree      rows lie end to end in one long row, but a shared prefix appears only once
               (tree_attention.py).
     packed    a tree that shares nothing. A GPU kernel for bfloat16 keeps the rows apart.
 
@@ -14,10 +14,10 @@ Example: in the rows [a b c] and [d e] a model can predict b, c and e. The padde
 [d e -] have 6 hidden states, and the packed rows [a b c d e] have 5. In both layouts, hidden states
 0, 1 and 3 (those of a, b and d) predict b, c and e.
 
-Packed rows have their own attention function, `packed_attention`, because a kernel that ignores
-position_ids would let them see each other without an error. A dense mask would also keep packed
-rows apart, but needs t^2 numbers for t tokens. `packed_attention` computes only full attention, so
-models with sliding windows, convolutions or recurrent states get padded rows.
+Packed rows need their own attention function, `packed_attention`. Other kernels may ignore
+position_ids, and would then let the rows see each other without an error. `packed_attention`
+computes only full attention, so models with sliding windows, convolutions or recurrent states get
+padded rows.
 """
 
 import re
@@ -45,14 +45,14 @@ class Piece(NamedTuple):
     """The input of one forward pass, and the N trained tokens that it predicts."""
 
     inputs: dict[str, Any]  # for the model: input_ids (b, t), and what the attention needs
-    # (N,) each: the token's values in the batch, its row and column there, and the index (0 to
-    # b * t - 1) of the hidden state that predicts it.
+    # (N,) each: a token's values in the batch, and its row and column there. `predicted_by` is the
+    # index (below b * t) of the hidden state that predicts the token.
     tokens: Batch
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Make a piece from `rows`. states[r, c] is the index of the hidden state of token c in row r,
-    which predicts token c + 1. rows["row"] holds the rows' indices in the batch."""
+    """Token c of row r has the hidden state number states[r, c], which predicts token c + 1.
+    rows["row"] holds the rows' indices in the batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {
         key: x[row, before + 1] for key, x in rows.items() if x.shape == rows["loss_mask"].shape
@@ -74,17 +74,15 @@ def row_lengths(batch: Batch) -> list[int]:
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
     """Deal rows out to n ranks in turn, the longest first. The token counts of two shares then
-    differ by at most the longest row's length. No share is empty: fewer than n rows make fewer
-    shares."""
+    differ by at most the longest row's length."""
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [rows[k::n] for k in range(min(n, len(rows)))]
 
 
 def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
     """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
-    If two kinds of prompts alternate, an even n gives each mini-batch only one kind. The rows of a
-    group stay together, because their tree contains the prompt only once. Without group_ids, each
-    row is a group. No mini-batch is empty: fewer than n groups make fewer mini-batches."""
+    The rows of a group stay together, so that their tree contains the prompt only once. If two
+    kinds of prompts alternate, an even n gives each mini-batch only one kind."""
     ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
     groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
     n = min(n, len(groups))
@@ -94,7 +92,7 @@ def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
 def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
     """Padded pieces of at most `mb_tokens` tokens. A longer row is a piece of its own."""
     lengths = row_lengths(batch)
-    [rows] = deal(lengths, 1)  # one share with all rows, the longest first
+    [rows] = deal(lengths, 1)  # the longest first
     while rows:
         t = lengths[rows[0]]
         n = max(1, mb_tokens // t)
@@ -105,13 +103,12 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
-    """Choose the layout for a model. The kernel for packed rows needs bfloat16. Raises ConfigError
-    for a model whose log-probabilities would be wrong."""
+    """Raises ConfigError for a model whose log-probabilities would be wrong."""
     shape = model.config.get_text_config()
     head = model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
-    if not model.is_backend_compatible():  # it would ignore our attention functions
+    if not model.is_backend_compatible():  # would ignore our attention functions
         beyond.add("attention of its own")
     keys = filter(UNUSUAL.search, dir(shape))  # some are properties
     refused = [key for key in keys if getattr(shape, key) not in (None, False, 1)]

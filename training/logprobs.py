@@ -12,8 +12,8 @@ layer W, temperature tau and sampled token id:
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
 With N = 4,096, forward and backward pass together take 289 MiB. Without chunks they would take
-11,733 MiB (`python bench/loss.py`), but need only three matrix products instead of four. If a model
-scales, caps or shifts its logits, z is not W h / tau, so training/layout.py refuses such models.
+11,733 MiB (`python bench/loss.py`). The price is a fourth matrix product. If a model scales, caps
+or shifts its logits, z is not W h / tau, so training/layout.py refuses such models.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # limit on the logits of a chunk
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of a chunk, at most
 
 # Shapes: N tokens, hidden size D, vocabulary V, and c tokens in a chunk.
 
@@ -53,8 +53,8 @@ def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
-    """The gradient (c, V) of sum(g logp + e entropy) with respect to z, with weights `g` and `e`
-    (c,). May overwrite `log_p`, which saves another (c, V) tensor."""
+    """The gradient (c, V) of sum(g logp + e entropy) with respect to z. The weights `g` and `e`
+    have the shape (c,). To save memory, the function may overwrite `log_p`."""
     # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
     p, g = log_p.exp(), g[:, None]
     if e.any():
@@ -95,16 +95,16 @@ def token_logprobs(
     """Return the log-probabilities (N,) of the tokens `ids` (N,) and the entropies (N,) of their
     distributions, in nats and float32. Gradients flow to `hidden` (N, D) and `weight` (V, D).
 
-    The tokens were sampled at `temperatures` (N,). Temperature 0 (greedy) counts as 1.
+    Temperature 0 (greedy) counts as 1.
     """
     tau = torch.where(temperatures > 0, temperatures, 1.0)  # (N,)
     return TokenLogprobs.apply(weight, hidden, ids, tau)
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a model the method read_hidden(read, **inputs), which runs the model without its output
-    layer and returns read(hidden, weight). `hidden` (b, t, D) are the hidden states, and `weight`
-    (V, D) is that of the output layer. FSDP gathers the parameters first."""
+    """Give a model the method read_hidden(read, **inputs). The method runs the model without its
+    output layer, and returns read(hidden, weight), with the hidden states (b, t, D) and the output
+    layer's weight (V, D). FSDP gathers the parameters first."""
 
     def read_hidden(read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state

@@ -7,11 +7,8 @@ from torch import Tensor
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return the metrics of a batch that a step at policy version `version` consumes.
-
-    The lag of a trained token is `version` minus its own version. A row is mixed if its trained
-    tokens have more than one version.
-    """
+    """The lag of a trained token is `version` minus the token's version. A row is mixed if its
+    trained tokens have more than one version."""
     mask, versions = batch["loss_mask"].bool(), batch["versions"]  # (B, T)
     newest = versions.masked_fill(~mask, -1).amax(1)  # (B,)
     oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)  # (B,)
@@ -37,8 +34,7 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 
     For these tokens, server and trainer have the same weights, so their log-probabilities differ
     only by rounding, about 1e-6 in float32. log p_trainer is log pi_prox. If no pass has computed
-    that, log p_trainer is log pi_theta of the first mini-batch, before any optimizer step. If the
-    current weights sampled no token, the result is 0.
+    log pi_prox, log p_trainer is log pi_theta of the first mini-batch, before any optimizer step.
     """
     fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     key = "prox_logp" if "prox_logp" in batch else "start_logp"

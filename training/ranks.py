@@ -1,7 +1,7 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
-Rank 0 runs the rollouts and trains; the others only train. In a collective operation every rank
-waits for all others, so if one rank dies, torchrun ends the others.
+Rank 0 runs the rollouts and trains; the others only train. In a collective operation, every rank
+waits for all others. So if one rank dies, torchrun ends the others.
 """
 
 import os
@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 
 def join_ranks() -> None:
-    """Make torch's default process group; without torchrun it has one rank. A second call does
-    nothing."""
+    """Make torch's default process group. Without torchrun, the group has one rank."""
     if dist.is_initialized():
         return
     backend = "gloo"
@@ -38,6 +37,6 @@ def share(make: Callable[[], Any]) -> Any:
     """Call `make` on rank 0, and give its result to all ranks. All ranks call this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    box = [make() if dist.get_rank() == 0 else None]  # the broadcast pickles the result
+    box = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -5,7 +5,7 @@ turn by turn, every row repeats the earlier turns. In a causal model a token's h
 only on that token and those before it, so one computation of a shared prefix is enough.
 
 The rows are sorted by their tokens, so that rows with a common prefix are neighbours. Each row adds
-to the tree only the tokens after the prefix that it shares with the row before. All added tokens,
+to the tree only the tokens after the prefix that it shares with the row before. The added tokens,
 row after row, are the tree in depth-first order. The rows [a b c d], [a b e] and [a f] have 9
 tokens, but their tree has 6:
 
@@ -47,8 +47,8 @@ class PackedTree(NamedTuple):
     rows: list[int]  # sorted by their tokens
     states: Tensor  # (R, T) int64, each token's index in the tree
     # For the model: input_ids and position_ids (the depths), (1, N) int64; subtree_end (N,) int64.
-    # For packed rows: bounds (R + 1,) int32 (row r begins at bounds[r] and ends before
-    # bounds[r + 1]) and longest (the length of the longest row).
+    # For packed rows: bounds (R + 1,) int32, and longest, the length of the longest row. Row r has
+    # the tokens bounds[r] to bounds[r + 1] - 1.
     inputs: dict[str, Any]
 
 
@@ -62,7 +62,7 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
 
     lengths = (ids >= 0).sum(1).tolist()
     parts: list[list[int]] = []
-    room = -1  # tokens that the last tree still takes
+    room = -1  # tokens that still fit into the last tree
     for row, prefix in enumerate(shared.tolist()):
         if lengths[row] - prefix > room:
             prefix, room = 0, max_tokens
@@ -75,11 +75,11 @@ def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[Packe
 
 def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     """Build the tree of the sorted `rows` with tokens `ids` (R, T). `shared` (R,) is the number of
-    tokens that each row shares with the row before it."""
+    tokens that each row shares with the row before."""
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)
-    # If a row adds no token in a column, its token there is the one last added in this column.
+    # A row that adds no token in a column uses the token last added in that column.
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
     # A token's subtree ends where the first later row without this token begins, or at the end.

@@ -1,10 +1,9 @@
 """Capture the decode steps of a model as CUDA graphs, which a GPU replays.
 
-In each step, the CPU waits for the GPU only once, when it reads the drawn tokens (sampling.py).
-With 1.5B parameters, one decode step starts about a thousand kernels. Most are so small that the
-CPU takes longer to start them than the GPU takes to compute them. A CUDA graph avoids this delay:
-its kernels are captured once, and then a single launch starts all of them. A replay runs the same
-kernels at the same addresses, with these consequences:
+With 1.5B parameters, one decode step starts about a thousand kernels. Most kernels are so small
+that starting them takes longer than computing them. A CUDA graph avoids this delay: after one
+capture, a single launch starts all kernels. A replay runs the same kernels at the same addresses,
+with these consequences:
 
 - All inputs of a step lie in one tensor, which is refilled before each replay.
 - Shapes are fixed, so a step with other shapes needs another graph.
@@ -29,13 +28,11 @@ class Graphs:
     most = 64  # beyond this number, the least recently used graph is dropped
 
     def __init__(self) -> None:
-        # the most recently used graph is at the end
         self.captured: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}
         self.pool: Any = torch.cuda.graph_pool_handle()  # shared, because one graph runs at a time
 
     def run(self, key: Hashable, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Return function(inputs), computed by a replay of the graph of `key`. The first call with
-        a key captures its graph. Calls with the same key must have the same shapes. The next call
+        """Return function(inputs). Inputs with the same key must have the same shape. The next call
         may overwrite the result."""
         if key in self.captured:
             graph, fixed, out = self.captured.pop(key)

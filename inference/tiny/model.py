@@ -10,19 +10,19 @@ After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v. 
 to each head of q and k before the rotation. In a small model every tensor operation costs about a
 microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
 
-`step` feeds the model those tokens of each sequence whose keys are not yet cached. Prefill, decode
-and the next turn of a conversation differ only in how many tokens they feed.
+In each sequence, `step` feeds only the tokens without cached keys. Prefill, decode and the next
+turn of a conversation differ only in how many tokens they feed.
 
-*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads its keys in
-place, but a prefix that two sequences share has to be copied (.24 ms for 145 tokens).
+*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads keys in
+place, but a shared prefix has to be copied (.24 ms for 145 tokens).
 
 *Bits.* On one CPU thread in float32, other rows never change a row's logits. But torch picks
-kernels by matrix shapes, and two kernels can add in different orders. Four rules fix the order:
+kernels by matrix shapes, and two kernels can add in different orders. So four rules fix the order:
 weights are stored column by column (`_load`), products have 8 to 128 rows (`product`, `attend`),
 prompts are padded to a multiple of 8 tokens, and `key_length` rounds up the key count.
 
-*bfloat16* halves the bytes of weights and keys. The hidden state, norms, rotation and softmax stay
-in float32. On a CPU, oneDNN reorders each weight matrix once (`_load`), not for each product.
+*bfloat16.* The hidden state, norms, rotation and softmax stay in float32. On a CPU, oneDNN reorders
+each weight matrix once (`_load`), not for each product.
 """
 
 import json
@@ -49,7 +49,7 @@ SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, t
     "rope_type": ("default",),
     "type": ("default",),  # the old name of rope_type
 }
-LAYER = {  # part of a layer: the weights of the folder that form it
+LAYER = {  # part of a layer: its weights in the folder
     "norm_1": ["input_layernorm.weight"],  # (D,)
     "w_qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
     "b_qkv": ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"],
@@ -70,7 +70,6 @@ FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
 
 
 def read_weights(folder: str) -> dict[str, Tensor]:
-    """Return the tensors of a folder's safetensors files."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ValueError(f"no *.safetensors in {folder}")
@@ -78,9 +77,7 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the fields of config.json, of its rope_parameters and of generation_config.json.
-    generation_config.json may name more tokens that end a text. Raises ValueError for an
-    unsupported model."""
+    """Read config.json. generation_config.json may name more tokens that end a text."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -99,25 +96,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Return (a + ib) e^(i angle) for the halves a and b of each head of x (..., d). `rotation` is
-    complex, (..., d/2). The result interleaves the halves, in q and k alike, so q k' is
-    unchanged."""
+    """Let a and b be the halves of each head of x (..., d), and `rotation` e^(i angle), (..., d/2).
+    Return (a + ib) * rotation, with real and imaginary parts interleaved. Since q and k are
+    interleaved alike, q k' stays the same."""
     a, b = x.chunk(2, dim=-1)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d), over the first n_keys keys of each
-    row's slot. Shapes: q (rows, columns, heads, d), k and v (rows, groups, length of a slot, d),
-    mask (rows, 1, columns, n_keys)."""
+    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d).
+
+    q       (rows, columns, heads, d)
+    k, v    (rows, groups, length of a slot, d), of which only the first n_keys keys count
+    mask    (rows, 1, columns, n_keys)
+    """
     columns, share, n = q.shape[1], q.shape[2] // k.shape[1], mask.shape[-1]
     keys, values = k[:, :, :n], v[:, :, :n]
     if columns > 1 and q.is_cpu:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
     # Query heads that share a key head become one head with more queries: (rows, groups, share *
-    # columns, d). With enable_gqa instead, a decode's attention would take four times as long, and
-    # a GPU would copy all keys.
+    # columns, d). With enable_gqa, a decode's attention would take four times as long, and a GPU
+    # would copy all keys.
     folded = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if columns > 1:
         mask = mask.repeat(1, 1, share, 1)
@@ -126,15 +126,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         # takes whole slots, because torch would copy parts of slots.
         scores = torch.add(mask, (folded @ k.mT)[..., :n].float(), alpha=q.shape[-1] ** -0.5)
         out = torch.softmax(scores, -1).to(v.dtype) @ values
-    else:  # in float32 on a CPU, copies of q fill the product to at least FEWEST rows
+    else:  # on a CPU, repeat q, so that a product has at least FEWEST rows
         copies = folded.repeat(1, 1, -(-FEWEST // share), 1) if q.is_cpu else folded
         out = F.scaled_dot_product_attention(copies, keys, values, mask)[:, :, : folded.shape[2]]
     return out.unflatten(2, (share, columns)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """Return the product x w, (T, n), in the type of x. If the weights are bfloat16, a CPU
-    rounds the sums to bfloat16, but a GPU keeps them in float32."""
+    """Return x w, (T, n), in the type of x. With bfloat16 weights, a CPU rounds the sums to
+    bfloat16, and a GPU keeps float32."""
     if x.is_cuda and w.dtype == torch.bfloat16:
         return torch.mm(x.to(w.dtype), w, out_dtype=torch.float32)
     if w.is_mkldnn:
@@ -153,17 +153,17 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def round_up_a_little(n: int, multiple: int) -> int:
-    """Round n up to one of few results: a multiple of `multiple` and of an eighth of the next power
-    of 2. If `multiple` is 8, the results are 8, 16, ..., 64, 80, 96, 112, 128, 160 and so on."""
+    """Round n up to one of few results. If `multiple` is 8, the results are 8, 16, ..., 64, 80, 96,
+    112, 128, 160 and so on."""
     return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
 def key_length(longest: int) -> int:
     """Round up `longest`, the number of keys that each row attends to.
 
-    The attention kernel works in blocks of 512 keys. On two CPUs, the kernel added in a different
-    order if the last block had 256 to 448 keys. Another order changes the bits, so such a block is
-    filled up to 512 keys.
+    The attention kernel works in blocks of 512 keys. If the last block had 256 to 448 keys, the
+    kernel added in another order (seen on two CPUs). Another order changes the bits, so such a
+    block is filled up to 512 keys.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -181,7 +181,7 @@ class Model:
         device: str = "cpu",
     ) -> None:
         """Load a Hugging Face folder, with room for `slots` sequences and `tokens` tokens in total.
-        Raises ValueError if this forward pass does not support the model."""
+        Raises ValueError for an unsupported model."""
         config = read_config(folder)
         files = read_weights(folder)
         eos = config.get("eos_token_id")
@@ -189,7 +189,7 @@ class Model:
         self.dtype: torch.dtype = getattr(torch, dtype)  # of weights, keys and products
         self.device = torch.device(device)
         self.exact = self.device.type == "cpu" and dtype == "float32"  # see "Bits" above
-        # most tokens of a step, with padding: for all prompts together, and for one prompt
+        # limits on a step's tokens, with padding: `prefill` for all prompts, `chunk` for one
         self.prefill = 2048 if self.device.type == "cuda" else 512
         self.chunk = MOST if self.exact else self.prefill
         self.packs = PACKS and self.device.type == "cpu" and not self.exact  # oneDNN packs w_...
@@ -236,9 +236,9 @@ class Model:
         self.graphs = Graphs() if self.device.type == "cuda" else None
 
     def _load(self, named: Mapping[str, Tensor]) -> None:
-        """Join weights (out, in), and biases, along `out`. Unless oneDNN packs it, a joined matrix
-        is transposed to (in, out). New weights are copied into the old tensors, where CUDA graphs
-        read them."""
+        """Join weights (out, in), and biases, along `out`. A joined matrix is transposed to (in,
+        out), unless oneDNN packs the matrix. New weights overwrite the old tensors, where CUDA
+        graphs read them."""
         for owner, part, names in self.parts:
             if names[0] not in named:
                 continue
@@ -257,9 +257,8 @@ class Model:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
-        """Feed tokens feeds[r] to slot first_slot + r, which already caches cached[r] tokens.
-        Return the logits (rows, vocab) of each row's next token. On a GPU, a decode replays a CUDA
-        graph."""
+        """Feed the tokens feeds[r] to slot first_slot + r, where cached[r] tokens are cached
+        already. Return the logits (rows, vocab) of each row's next token."""
         reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
         if self.graphs is None or max(map(len, feeds)) > 1:
             inputs = self._inputs(feeds, cached, first_slot)
@@ -283,7 +282,7 @@ class Model:
     def _inputs(self, feeds: list[list[int]], cached: list[int], first_slot: int) -> Tensor:
         """Return a step's inputs, (4, rows, columns): each token's id, position and place in the
         cache, and the index of its row's last token."""
-        # Rows are padded at the end. A decode has one column, a prefill has a multiple of 8.
+        # A decode has one column, and a prefill has a multiple of 8.
         lengths = [len(feed) for feed in feeds]
         rows, longest = len(feeds), max(lengths)
         columns = round_up(longest, FEWEST) if longest > 1 else 1
@@ -291,7 +290,7 @@ class Model:
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
         # `places` says where the first head's keys go in the cache. Padding gets a place beyond the
-        # cache's end, which `_layers` replaces by the cache's last place.
+        # cache's end.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:
@@ -309,8 +308,7 @@ class Model:
         places = (places[:, :, None] + offsets).flatten().clamp_(max=self.positions * groups)
 
         read = self.kv[:, :, first_slot : first_slot + rows]
-        # Each row reads the first n_keys keys of its slot. A token attends to those up to its own
-        # position. `seen` and `mask` are (rows, 1, columns, n_keys).
+        # A token attends to the keys up to its own position: (rows, 1, columns, n_keys).
         seen = torch.arange(n_keys, device=self.device) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf).to(self.dtype)
         # e^(i p f): (rows, columns, 1, d/2)
@@ -342,15 +340,15 @@ class Model:
 
     def fit(self, longest: int) -> tuple[int, int]:
         """Return the length of a slot that holds `longest` tokens, and the number of such slots.
-        The length is 64, 128, 192, 640 or a multiple of 512 (`key_length` says why). With packed
-        weights (bfloat16 on a CPU), the length can be any result of `round_up_a_little`."""
+        Unless oneDNN packs the weights, the length is 64, 128, 192, 640 or a multiple of 512
+        (`key_length` says why)."""
         length = round_up_a_little(longest, 64)
         length = min(length if self.packs else key_length(length), self.positions)
         return length, min(self.most_slots, self.positions // length)
 
     def resize(self, longest: int) -> tuple[int, int]:
         """Make slots for sequences of `longest` tokens, and keep as many of the old keys and values
-        as fit. Return the result of `fit`."""
+        as fit."""
         old, (length, slots) = self.kv, self.fit(longest)
         used = self.cache[:, :, : slots * self.groups * length]
         self.kv = used.unflatten(2, (slots, self.groups, length))
@@ -360,7 +358,6 @@ class Model:
         return length, slots
 
     def exchange(self, i: int, j: int, n: int) -> None:
-        """Exchange the first n keys and values of two slots."""
         kept = self.kv[:, :, i, :, :n].clone()
         self.copy(j, i, n)
         self.kv[:, :, j, :, :n] = kept
@@ -379,7 +376,7 @@ class Model:
             for name in new
             if name not in named
             or named[name].shape != self.shapes.get(name)
-            or not named[name].sum(dtype=torch.float32).isfinite()
+            or not named[name].sum().isfinite()
         ]
         if wrong or not new:
             raise RuntimeError(f"{wrong or 'all'}: missing, not finite or of another shape")

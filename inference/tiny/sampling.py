@@ -1,12 +1,11 @@
-"""The parameters of a request, and how its next token is drawn from its logits.
+"""The parameters of a request, and the sampling of its next token.
 
 Every draw uses one random number: a hash of the request's seed and the token's position. So other
 requests do not change the draw. If an aborted request is sent again with its seed and partial
 output, its next tokens get the same random numbers as without the abort.
 
-Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. The
-trainer applies no penalty, top_p or top_k, so it leaves out tokens that were sampled with them
-(`trains_exactly` in inference/io_struct.py). Greedy requests (T = 0) use T = 1 in this formula.
+Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. Greedy
+requests (T = 0) use T = 1 in this formula.
 """
 
 import asyncio
@@ -41,16 +40,16 @@ class Sequence:
     prompt: list[int]
     params: SamplingParams
 
-    session: str = field(init=False)  # sessions take turns (inference/tiny/scheduler.py)
+    session: str = field(init=False)
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
     spans: list[dict[str, Any]] = field(default_factory=list)  # SGLang's weight_versions
     finish: str = ""  # why it has ended: stop, length or abort
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    cached: int = 0  # how many of its first tokens have keys in its slot
-    used: int = 0  # number of the last step that fed it, or of the step before it arrived
-    awaits: Any = None, 0  # a running sequence, and how many of its keys this one will copy
+    cached: int = 0  # how many leading tokens have keys in the slot
+    used: int = 0  # the last step that fed this sequence; at first the step of its arrival
+    awaits: Any = None, 0  # a running sequence, and how many keys to copy from it
 
     def __post_init__(self) -> None:
         self.session = self.rid.partition("/")[0]
@@ -61,7 +60,6 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Append a token that the weights of `version` computed."""
         if not self.spans or self.spans[-1]["version"] != version:
             self.spans.append({"version": version, "start": len(self.logprobs)})
         self.tokens.append(token)
@@ -74,13 +72,12 @@ class Sequence:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1): 24 bits of a hash of seed and position."""
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=3).digest()
     return int.from_bytes(digest, "big") / 2**24
 
 
 def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
-    """Zero the weights (vocab,) that top_p or top_k excludes. The largest weight always stays."""
+    """Zero the weights (vocab,) that top_p or top_k excludes."""
     ranked, order = weights.sort(descending=True)
     excluded = ranked.cumsum(0) - ranked >= (top_p if top_p < 1 else torch.inf)
     excluded[0] = False
@@ -91,9 +88,9 @@ def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Return the next token of each sequence and its logprob. `logits` (n, vocab) are overwritten,
-    because allocating memory in every step would take longer than the computation. On a GPU, only
-    `tolist` makes the CPU wait."""
+    """Return each sequence's next token and the token's logprob. `logits` (n, vocab) are
+    overwritten, because allocating memory in every step would take longer than the computation. On
+    a GPU, the CPU waits only in `tolist`."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
     draws = [uniform(one.params.sampling_seed, len(one.tokens)) for one in sequences]

@@ -1,9 +1,9 @@
-"""Decide which sequences have a slot in the cache, and which of them the next step feeds.
+"""Decide which sequences have a slot in the cache, and which sequences the next step feeds.
 
-Each request becomes a sequence, which waits in its session's queue for a *slot*: one row of the
-cache of keys and values. A sequence ends exactly once, with reason stop, length or abort. A step
-feeds tokens to running sequences. A sequence whose tokens have all been fed gets a new token. In
-this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
+Each request becomes a sequence. The sequence waits in the queue of its session for a *slot*, one
+row of the cache of keys and values. A step feeds tokens to running sequences. When all tokens of a
+sequence have been fed, the step draws a new token. In this example, A and B begin with the same 40
+tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
     prefill           A's prompt is fed
@@ -12,14 +12,14 @@ this example A and B begin with the same 40 tokens, and C is a long prompt of an
     A ends            slots B C (A)   B moves to slot 0; slot 2 keeps A's keys for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
-cache. A cache of 16,384 tokens has room for 85 slots of 192 tokens or 32 of 512. Slots grow only
-when a sequence needs more room, because all slots then become longer and fewer. A sequence that
-loses its slot goes back to its queue, and its keys are computed again later.
+cache. All slots have the same length: a cache of 16,384 tokens has room for 85 slots of 192 tokens
+or 32 of 512. So slots grow only when a sequence needs more room. A sequence that loses its slot
+goes back to its queue.
 
 *Fairness.* The session that runs the fewest sequences comes first. If all slots are taken, a
-waiting session gets a slot from one that runs at least two more sequences. A sequence that does not
-fit beside the running ones waits, and so does its queue. For PATIENCE steps, all other sessions may
-overtake a waiting sequence. After that, only sessions that run fewer sequences may overtake it.
+session that runs n sequences gives up a slot to a waiting session that runs at most n - 2. A
+sequence waits if it is too long to fit beside the running ones. For PATIENCE steps, all other
+sessions may overtake this sequence. After that, only sessions that run fewer sequences may do so.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
 it calls `retract`, which drops all keys and sends all running sequences back to their queues.
@@ -46,12 +46,12 @@ def common(a: list[int], b: list[int]) -> int:
 class Scheduler:
     """The queues, the slots and the version of the weights."""
 
-    least_shared = 16  # it is quicker to compute fewer tokens again than to wait and copy
+    least_shared = 16  # computing fewer tokens again is quicker than waiting and copying
 
     def __init__(self, model: Any, version: str, decode: Callable[[list[int]], str]) -> None:
         self.model = model
         self.version = version
-        self.decode = decode  # tokens to text, to be searched for stop strings
+        self.decode = decode  # tokens to text, for stop strings
         self.paused = False
         # the queue of each session; the most recently served session is at the end
         self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
@@ -87,7 +87,6 @@ class Scheduler:
         self._release()
 
     def retract(self) -> None:
-        """Send the running sequences back to their queues, and forget all keys."""
         for one in reversed(self.running):
             self.queues[one.session].appendleft(one)
         self.slots = [NOBODY] * len(self.slots)
@@ -96,7 +95,7 @@ class Scheduler:
     # A step
 
     def step(self) -> bool:
-        """Compute one step. Return False if paused, or if there is nothing to compute."""
+        """Return False if paused, or if there is nothing to compute."""
         if self.paused:
             return False
         self._grow()
@@ -111,7 +110,7 @@ class Scheduler:
         for one, feed, token, logprob in zip(batch, feeds, *sample(logits, batch), strict=True):
             one.cached += len(feed)
             one.used = self.steps
-            if one.cached == len(one.tokens):  # else the rest of its prompt comes first
+            if one.cached == len(one.tokens):  # else the prompt has not been fed completely
                 one.append(token, logprob, self.version)
                 if reason := self._finish_reason(one):
                     one.end(reason)
@@ -120,13 +119,13 @@ class Scheduler:
         return True
 
     def _choose(self) -> tuple[int, int, int]:
-        """Return first, end, most: the step feeds at most `most` tokens to each slot from first to
-        end - 1.
+        """Return (first, end, most). The step feeds at most `most` tokens to each of the slots
+        first to end - 1.
 
         Prompts come before decodes, with two exceptions. A decode follows each piece of a long
         prompt, so that running sequences get tokens before the whole prompt is computed. A decode
-        also follows each prompt whose answer ends with its first token. Otherwise running sequences
-        would get no tokens while requests for one token keep coming.
+        also follows each prompt whose answer has only one token. Otherwise a stream of such
+        requests would hold up all running sequences.
         """
         left = [len(one.tokens) - one.cached for one in self.running]  # tokens still to be fed
         ready = [i for i, n in enumerate(left) if n == 1]
@@ -141,8 +140,8 @@ class Scheduler:
         fed alone and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
-        # All tokens of a piece together attend to at most prefill * 512 keys. On a CPU, a piece has
-        # at most 128 tokens if 2,048 are cached, and 16 if 16,384 are.
+        # The more tokens are cached, the shorter is a piece. On a CPU, a piece has at most 128
+        # tokens after 2,048 cached ones, and 16 after 16,384.
         piece = self.model.prefill * 512 // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
         end, columns = first + 1, min(most, round_up(left[first], FEWEST))
@@ -157,7 +156,6 @@ class Scheduler:
     # Who has a slot
 
     def _admit(self) -> None:
-        """Start waiting sequences, beginning with the sessions that run the fewest sequences."""
         if self.queues:
             self._make_room()
         is_progress = True
@@ -174,8 +172,8 @@ class Scheduler:
                     return
 
     def _start(self, one: Sequence) -> bool:
-        """Give a sequence a slot. Return False if it has to wait for keys that a running sequence
-        is about to compute."""
+        """Give a sequence a slot. Return False if the sequence has to wait for keys that another
+        sequence will compute."""
         other, most = one.awaits
         if other in self.running and other.cached < most:
             return False
@@ -210,8 +208,7 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Make room for the waiting session that runs the fewest sequences. Sessions that run at
-        least two more give up sequences."""
+        """Make room for the waiting session that runs the fewest sequences ("Fairness" above)."""
         if self.n == len(self.slots):  # shorten the slots to twice the longest sequence
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
@@ -220,7 +217,7 @@ class Scheduler:
         one = self.queues[session][0]
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # Other sessions can give up `spare` sequences if each keeps one more than `session` runs.
+        # Every other session keeps one sequence more than `session` runs, and can give up the rest.
         spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
         # A single slot goes to a waiting sequence at most half as long as the running one.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
@@ -229,7 +226,6 @@ class Scheduler:
                 self._send_back()
 
     def _grow(self) -> None:
-        """Make the slots longer if a sequence has outgrown its own."""
         longest = max((len(one.tokens) for one in self.running), default=0)
         if longest > self.length:
             length, slots = self.model.fit(longest)
@@ -245,8 +241,8 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _send_back(self) -> None:
-        """Take the sequence with the fewest keys from the session that runs the most sequences, and
-        send it back to the head of its queue. Its keys stay in an idle slot."""
+        """The session that runs the most sequences gives up its sequence with the fewest keys. The
+        keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
@@ -256,7 +252,7 @@ class Scheduler:
         self._exchange(i)
 
     def _release(self) -> None:
-        """Exchange each ended sequence with the running one in the highest slot."""
+        """Free the slots of ended sequences."""
         for i in reversed(range(self.n)):
             if self.slots[i].finish:
                 self.n -= 1
@@ -272,7 +268,6 @@ class Scheduler:
         return Counter(one.session for one in self.running)
 
     def _finish_reason(self, sequence: Sequence) -> str:
-        """Return why the last token ends the sequence, or "" if it does not."""
         token, params = sequence.tokens[-1], sequence.params
         is_stop = token in self.model.eos or token in params.stop_token_ids
         text = self.decode(sequence.output) if params.stop else ""

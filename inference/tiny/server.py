@@ -3,20 +3,18 @@
     python -m inference.tiny.server --model-path DIR --port 30000
 
 Everything except reading new weights happens in one thread, where the routes and the steps take
-turns in the asyncio loop. So a small model's steps do not compete with the routes for Python's
-global lock. A route reads or changes the scheduler only between two steps, so nothing needs a lock.
-So every route, even /abort_request, waits for the running step, which feeds at most 512 prompt
-tokens (2,048 on a GPU), or one token per sequence.
+turns in the asyncio loop. So routes and steps do not compete for Python's global lock, and the
+scheduler needs no lock. But every route, even /abort_request, waits for the running step. A step
+feeds at most 512 prompt tokens (2,048 on a GPU), or one token per sequence.
 
 A route ignores unknown fields of a body, as SGLang does. But the server refuses an unknown sampling
-parameter, because ignoring it would change the tokens' distribution. It also refuses a request that
-it could not complete, such as one longer than the context.
+parameter, because ignoring it would change the tokens' distribution.
 
 In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, its sampling_params
 and the weights. In bfloat16 or on a GPU, other requests change the rounding, and thereby the
 tokens. New weights replace the old ones between two steps, and unfinished requests continue with
-the new ones. A request continues when its client hangs up, unless /abort_request ends it. Not
-supported: streaming, prompts as text, several prompts in one request, logprobs of prompts,
+the new weights. A request also continues when its client hangs up, unless /abort_request ends it.
+Not supported: streaming, prompts as text, several prompts in one request, logprobs of prompts,
 grammars, LoRA, mixtures of experts, the pause mode in_place, and new weights through a process
 group.
 """
@@ -52,12 +50,10 @@ class Generate(BaseModel, strict=True):
 
 
 async def refuse(_: Request, error: Any) -> Response:
-    """Answer 401 for a missing key, 403 for a wrong one, and otherwise 400."""
     return reply({"error": {"message": str(error)}}, getattr(error, "status", 400))
 
 
 def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
-    """The web application. /health needs no key; all other paths do."""
     model = scheduler.model
     stepping = None
 
@@ -172,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--exit-with-parent", action="store_true")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    random.seed(args.seed)  # the source of seeds for requests without one
+    random.seed(args.seed)
     listener = listen(args.host, args.port, args.api_key)
     model = Model(
         args.model_path, args.max_running_requests, args.max_total_tokens, args.dtype, args.device
