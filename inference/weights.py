@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,14 @@ def update_from_distributed(
     import torch
 
     sizes = [info["tp_size"] for info in post_all("/server_info")]
+    *offsets, world = accumulate(sizes, initial=1)  # the first rank of each server; all ranks
     backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     name = f"weights-{meta.version}-{port}"
-    world = 1 + sum(sizes)
     meeting = {"master_address": meta.address, "master_port": port, "group_name": name}
     meeting |= {"world_size": world, "backend": backend}
-    bodies = [meeting | {"rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
+    bodies = [meeting | {"rank_offset": offset} for offset in offsets]
     with meanwhile(post_all, "/init_weights_update_group", bodies):
         group = join_group(meta.address, port, 0, world, name, backend)
 
