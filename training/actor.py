@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ from training.layout import (
     take,
 )
 from training.logprobs import add_read_hidden, token_logprobs
-from training.proximal import interpolation, loglinear
+from training.proximal import interpolation
 from training.ranks import join_ranks, share
 from training.tree_attention import cut_trees
 
@@ -306,10 +307,7 @@ class FSDPPPOActor(FSDPEngine):
         pieces = [piece for *_, pieces in minibatches for piece in pieces]
         batch["theta_logp"] = self.gather(batch, pieces, "theta_logp")
         counts = [count for _, count, _ in updates]
-        stats = {
-            key: sum(n * one[key] for n, one in zip(counts, found)) / sum(counts)
-            for key in found[0]
-        }
+        stats = {key: fmean([one[key] for one in found], counts) for key in found[0]}
         # effective sample size: (sum w)^2 / (M sum w^2) = (mean w)^2 / mean w^2
         square = stats.pop("behave_weight_square")
         stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / (square or 1.0)
@@ -368,7 +366,7 @@ class FSDPPPOActor(FSDPEngine):
         if c.use_decoupled_loss and c.prox_logp_method != "recompute":
             alpha = interpolation(tokens["versions"], self.version, fraction)  # (N,)
             if c.prox_logp_method == "loglinear":
-                prox_logp = loglinear(old_logp, theta_logp, alpha)
+                prox_logp = torch.lerp(old_logp, theta_logp, alpha)
             else:
                 guess_errors = import_name("extras.losses.guess_errors")
                 means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)
