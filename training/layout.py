@@ -67,7 +67,7 @@ def take(batch: Batch, rows: Sequence[int]) -> Batch:
 
 def row_lengths(batch: Batch) -> list[int]:
     mask = batch["attention_mask"].bool()  # (B, T)
-    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("attention_mask has a 1 after a 0: pad the rows on the right")
     return mask.sum(1).tolist()
 
