@@ -44,7 +44,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 class Scheduler:
-    """The queues, the slots and the version of the weights."""
+    """The waiting sequences, the slots and the version of the weights."""
 
     least_shared = 16  # it is quicker to compute fewer tokens again than to wait and copy
 
