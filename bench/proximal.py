@@ -35,7 +35,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from training.proximal import interpolation  # noqa: E402
+from training.proximal import interpolation, loglinear  # noqa: E402
 
 
 def train(folder: Path, eta: int, steps: int, seed: int) -> None:
@@ -77,7 +77,7 @@ def errors_by_lag(folder: Path) -> dict[int, Tensor]:
             t["prox_logp"],
             t["versions"],
         )  # (B, T)
-        ours = torch.lerp(old, theta, interpolation(versions, version, t["step_fraction"][:, None]))
+        ours = loglinear(old, theta, interpolation(versions, version, t["step_fraction"][:, None]))
         guesses = torch.stack([ours, areal(old, theta, versions, version), old])  # (3, B, T)
         trained = t["loss_mask"] > 0
         errors, lags = (

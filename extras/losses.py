@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ppo import clip, log_ratio, ppo_actor_loss_fn
+from training.proximal import loglinear
 
 Result = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[..., Result]
@@ -189,7 +190,7 @@ def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Te
     pi_theta, `linear` between the probabilities, and `rollout` takes pi_behav."""
     # linear: pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     linear = torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
-    between = torch.lerp(old_logp, theta_logp, alpha)
+    between = loglinear(old_logp, theta_logp, alpha)
     return {"loglinear": between, "linear": linear, "rollout": old_logp}
 
 

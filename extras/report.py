@@ -34,7 +34,7 @@ from extras import Record, read_config, read_records
 from extras.trace import Trace
 from ppo import clip
 from run.config import PPOActorConfig
-from training.proximal import interpolation
+from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # per page
 # The (B, T) tensors that the page shows.
@@ -180,7 +180,7 @@ def read_step(
         old = batch["logprobs"]
         fraction = batch.get("step_fraction", torch.tensor([0.5]))[:, None]  # (B, 1)
         alpha = interpolation(batch["versions"], step - 1, fraction)  # (B, T)
-        estimate = torch.lerp(old, batch["theta_logp"], alpha)
+        estimate = loglinear(old, batch["theta_logp"], alpha)
         batch["prox_logp"] = estimate if keys.use_decoupled_loss else old
     batch["states"] = token_states(batch, keys)
     rows_of = defaultdict(list)  # the rows of each task

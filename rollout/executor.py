@@ -146,7 +146,7 @@ class WorkflowExecutor:
         episode. No step trains on evaluation episodes, so the gate does not count them. Agents
         sample with `eval_gconfig`.
         """
-        how = self._resolve(workflow, None, None, 1, self.eval_gconfig.model_dump())
+        how = self._resolve(workflow, None, None, 1, sampling=self.eval_gconfig.model_dump())
         places = asyncio.Semaphore(self.gate.max_concurrent_rollouts * self.gconfig.n_samples)
 
         async def play(task_id: int, sample: Sample) -> Trajectory | None:
@@ -174,16 +174,11 @@ class WorkflowExecutor:
         raise RuntimeError("an error of the dataloader has ended its samples")
 
     def _resolve(
-        self,
-        workflow: Any,
-        kwargs: Kwargs,
-        accept: Accept,
-        group_size: int | None,
-        sampling: dict[str, Any] | None = None,
+        self, workflow: Any, kwargs: Kwargs, accept: Accept, group_size: int | None, **options: Any
     ) -> tuple[workflows.RolloutWorkflow, Any]:
         openai = self.config.openai
         proxy = openai.model_dump(exclude={"turn_discount", "tool_call_parser"})
-        proxy |= {"discount": openai.turn_discount, "sampling": sampling or {}}
+        proxy |= {"discount": openai.turn_discount} | options
         if self.engine.proxy:
             proxy |= self.engine.proxy._asdict()
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}

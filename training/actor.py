@@ -58,7 +58,7 @@ from training.layout import (
     take,
 )
 from training.logprobs import add_read_hidden, token_logprobs
-from training.proximal import interpolation
+from training.proximal import interpolation, loglinear
 from training.ranks import join_ranks, share
 from training.tree_attention import cut_trees
 
@@ -366,7 +366,7 @@ class FSDPPPOActor(FSDPEngine):
         if c.use_decoupled_loss and c.prox_logp_method != "recompute":
             alpha = interpolation(tokens["versions"], self.version, fraction)  # (N,)
             if c.prox_logp_method == "loglinear":
-                prox_logp = torch.lerp(old_logp, theta_logp, alpha)
+                prox_logp = loglinear(old_logp, theta_logp, alpha)
             else:
                 guess_errors = import_name("extras.losses.guess_errors")
                 means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)

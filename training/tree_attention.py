@@ -86,9 +86,13 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (R + 1,)
     later = torch.arange(len(bounds)) > row[:, None]  # (N, R + 1)
     ends = later & (F.pad(shared, (0, 1)) <= depth[:, None])  # (N, R + 1)
-    inputs: dict[str, Any] = {"input_ids": ids[is_new][None], "position_ids": depth[None]}
-    inputs |= {"subtree_end": bounds[ends.int().argmax(1)]}
-    inputs |= {"bounds": bounds.int(), "longest": int(bounds.diff().max())}
+    inputs = {
+        "input_ids": ids[is_new][None],
+        "position_ids": depth[None],
+        "subtree_end": bounds[ends.int().argmax(1)],
+        "bounds": bounds.int(),
+        "longest": int(bounds.diff().max()),
+    }
     return PackedTree(rows, states, inputs)
 
 

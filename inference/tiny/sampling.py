@@ -50,7 +50,6 @@ class Sequence:
 
     cached: int = 0  # how many of its first tokens have keys in its slot
     used: int = 0  # number of the last step that fed it, or of the step before it arrived
-    awaits: Any = None, 0  # a running sequence, and how many of its keys this one will copy
 
     def __post_init__(self) -> None:
         self.session = self.rid.partition("/")[0]

@@ -1,9 +1,9 @@
 """Decide which sequences have a slot in the cache, and which of them the next step feeds.
 
-Each request becomes a sequence, which waits in its session's queue for a *slot*: one row of the
-cache of keys and values. A sequence ends exactly once, with reason stop, length or abort. A step
-feeds tokens to running sequences. A sequence whose tokens have all been fed gets a new token. In
-this example A and B begin with the same 40 tokens, and C is a long prompt of another session:
+Each request becomes a sequence, which waits for a *slot*: one row of the cache of keys and values.
+A sequence ends exactly once, with reason stop, length or abort. A step feeds tokens to running
+sequences. A sequence whose tokens have all been fed gets a new token. In this example A and B begin
+with the same 40 tokens, and C is a long prompt of another session:
 
     A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
     prefill           A's prompt is fed
@@ -14,20 +14,22 @@ this example A and B begin with the same 40 tokens, and C is a long prompt of an
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
 cache. A cache of 16,384 tokens has room for 85 slots of 192 tokens or 32 of 512. Slots grow only
 when a sequence needs more room, because all slots then become longer and fewer. A sequence that
-loses its slot goes back to its queue, and its keys are computed again later.
+loses its slot waits again, and its keys are computed again later.
 
 *Fairness.* The session that runs the fewest sequences comes first. If all slots are taken, a
 waiting session gets a slot from one that runs at least two more sequences. A sequence that does not
-fit beside the running ones waits, and so does its queue. For PATIENCE steps, all other sessions may
-overtake a waiting sequence. After that, only sessions that run fewer sequences may overtake it.
+fit beside the running ones waits. For PATIENCE steps, all others may overtake it. After that, only
+sessions that run fewer sequences may.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
-it calls `retract`, which drops all keys and sends all running sequences back to their queues.
+it calls `retract`, which drops all keys and lets all running sequences wait again.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from inference.tiny.model import FEWEST, round_up
@@ -39,8 +41,7 @@ NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no 
 
 def common(a: list[int], b: list[int]) -> int:
     """Return how many leading tokens `a` and `b` share."""
-    n = min(len(a), len(b))
-    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+    return sum(takewhile(bool, map(eq, a, b)))
 
 
 class Scheduler:
@@ -53,8 +54,7 @@ class Scheduler:
         self.version = version
         self.decode = decode  # tokens to text, to be searched for stop strings
         self.paused = False
-        # the queue of each session; the most recently served session is at the end
-        self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
+        self.waiting: list[Sequence] = []
         self.length, slots = model.resize(1)  # tokens of a slot, number of slots
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
@@ -65,31 +65,24 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         return self.slots[: self.n]
 
-    @property
-    def waiting(self) -> list[Sequence]:
-        return [sequence for queue in self.queues.values() for sequence in queue]
-
     # Between two steps
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
-            one.used = one.used or self.steps
-            self.queues[one.session].append(one)
+            one.used = self.steps
+            self.waiting.append(one)
 
     def abort(self, rid: str | None = None) -> None:
         """End the sequences of a request, or all sequences. They keep their tokens."""
         for sequence in (*self.running, *self.waiting):
             if rid in (None, sequence.rid):
                 sequence.end("abort")
-        waiting = [sequence for sequence in self.waiting if not sequence.finish]
-        self.queues.clear()
-        self.add(*waiting)
+        self.waiting = [sequence for sequence in self.waiting if not sequence.finish]
         self._release()
 
     def retract(self) -> None:
-        """Send the running sequences back to their queues, and forget all keys."""
-        for one in reversed(self.running):
-            self.queues[one.session].appendleft(one)
+        """Let the running sequences wait again, before all others, and forget all keys."""
+        self.waiting = self.running + self.waiting
         self.slots = [NOBODY] * len(self.slots)
         self.n = 0
 
@@ -157,29 +150,24 @@ class Scheduler:
     # Who has a slot
 
     def _admit(self) -> None:
-        """Start waiting sequences, beginning with the sessions that run the fewest sequences."""
-        if self.queues:
+        """Start waiting sequences in order of their turns."""
+        if self.waiting:
             self._make_room()
-        is_progress = True
-        while is_progress:
-            runs = self._runs()
-            is_progress = False
-            for session in sorted(self.queues, key=runs.__getitem__):
-                one = self.queues[session][0]
-                length, slots = self.model.fit(max(self.length, len(one.tokens)))
-                if self.n < slots:
-                    self._resize(length)
-                    is_progress |= self._start(one)
-                elif self.n == len(self.slots) or self.steps - one.used > PATIENCE:
-                    return
+        runs, turns = self._runs(), dict[Sequence, int]()
+        for one in self.waiting:
+            turns[one] = runs[one.session]  # how many sequences its session runs before it
+            runs[one.session] += 1
+        for one in sorted(turns, key=turns.__getitem__):
+            length, slots = self.model.fit(max(self.length, len(one.tokens)))
+            if self.n < slots:
+                self._resize(length)
+                self._start(one)
+            elif self.n == len(self.slots) or self.steps - one.used > PATIENCE:
+                return
 
-    def _start(self, one: Sequence) -> bool:
-        """Give a sequence a slot. Return False if it has to wait for keys that a running sequence
-        is about to compute."""
-        other, most = one.awaits
-        if other in self.running and other.cached < most:
-            return False
-
+    def _start(self, one: Sequence) -> None:
+        """Give a sequence a slot, unless it has to wait for keys that a running sequence is about
+        to compute."""
         # Take the idle slot with the longest common prefix; among equals, the least recently used.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
@@ -192,22 +180,16 @@ class Scheduler:
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
         most, computed = max(pairs, default=(0, 0))
         if most >= cached + self.least_shared:
-            i = pairs.index((most, computed))
-            one.awaits = self.slots[i], most
             if computed < most:
-                return False
-            self.model.copy(i, slot, most)
+                return
+            self.model.copy(pairs.index((most, computed)), slot, most)
             cached = most
 
         one.cached = cached
         self.slots[slot] = one
         self._exchange(slot)
         self.n += 1
-        queue = self.queues.pop(one.session)
-        queue.popleft()
-        if queue:
-            self.queues[one.session] = queue
-        return True
+        self.waiting.remove(one)
 
     def _make_room(self) -> None:
         """Make room for the waiting session that runs the fewest sequences. Sessions that run at
@@ -216,12 +198,11 @@ class Scheduler:
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
         runs = self._runs()
-        session = min(self.queues, key=runs.__getitem__)
-        one = self.queues[session][0]
+        one = min(self.waiting, key=lambda one: runs[one.session])
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # Other sessions can give up `spare` sequences if each keeps one more than `session` runs.
-        spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
+        # Other sessions can give up `spare` sequences if each keeps one more than this one runs.
+        spare = sum(max(0, count - runs[one.session] - 1) for count in runs.values())
         # A single slot goes to a waiting sequence at most half as long as the running one.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
         if is_blocked or needed <= spare:
@@ -245,12 +226,14 @@ class Scheduler:
                 one.cached = min(one.cached, length)
 
     def _send_back(self) -> None:
-        """Take the sequence with the fewest keys from the session that runs the most sequences, and
-        send it back to the head of its queue. Its keys stay in an idle slot."""
+        """Take the sequence with the fewest keys from the session that runs the most sequences. It
+        then waits before its session's other sequences, but after other sessions. Its keys stay in
+        an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
-        self.queues[one.session].appendleft(one)
+        self.waiting.insert(0, one)
+        self.waiting.sort(key=lambda other: other.session == one.session)
         self.slots[i] = copy(one)  # remembers whose keys these are, if `one` gets another slot
         self.n -= 1
         self._exchange(i)

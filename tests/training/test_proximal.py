@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ppo import ppo_actor_loss_fn
-from training.proximal import interpolation
+from training.proximal import interpolation, loglinear
 
 
 def test_alpha_is_where_the_version_lies():
@@ -21,7 +21,7 @@ def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(40, generator=g)
     theta, A = old + 0.3 * torch.randn(40, generator=g), torch.randn(40, generator=g)
-    prox = torch.lerp(old, theta, interpolation(torch.full((40,), 3), 3, 0.5))
+    prox = loglinear(old, theta, interpolation(torch.full((40,), 3), 3, 0.5))
     assert torch.equal(prox, old)
     losses = [ppo_actor_loss_fn(theta, p, old, A, torch.ones(40))[0] for p in (prox, old)]
     assert torch.equal(*losses)
@@ -42,8 +42,6 @@ def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
     errors = []
     for lag in (8, 4, 2, 1, 0):
         v_b, old = torch.full((400,), v - lag), policy(v - lag)
-        errors.append(
-            (torch.lerp(old, theta, interpolation(v_b, v, f)) - truth).abs().mean().item()
-        )
+        errors.append((loglinear(old, theta, interpolation(v_b, v, f)) - truth).abs().mean().item())
     assert errors[-1] == 0.0
     assert errors == sorted(errors, reverse=True)
