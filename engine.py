@@ -96,7 +96,6 @@ class RemoteInfEngine:
         # The dispatcher starts the rollouts. rollout/executor.py sets this field, and adds methods
         # such as `prepare_batch` to the engine.
         self.dispatcher: Any = None
-        self._version = 0
         self._paused = False
 
     # ---- generation, in the event loop of the proxy, or of workflows without an agent
@@ -107,7 +106,14 @@ class RemoteInfEngine:
         Raises EngineError: status 400 for a wrong request, 502 or 503 if the last retry failed.
         """
         # 1. `response` collects the tokens of all segments.
-        g = req.gconfig.new(max_new_tokens=self._budget(req))
+        n, limit = len(req.input_ids), self.context_length
+        if n >= limit:
+            raise EngineError(
+                f"prompt is too long: {n} tokens > {limit} maximum context length",
+                400,
+                "context_length_exceeded",
+            )
+        g = req.gconfig.new(max_new_tokens=min(req.gconfig.max_new_tokens, limit - n))
         req = replace(req, gconfig=g)
         response = ModelResponse(
             list(req.input_ids),
@@ -174,18 +180,6 @@ class RemoteInfEngine:
         self.servers.check_versions(server, segment.output_versions, at_least)
         return segment
 
-    def _budget(self, req: ModelRequest) -> int:
-        """Return how many tokens `req` may generate. Raises EngineError (400) if the prompt already
-        fills the context."""
-        n, limit = len(req.input_ids), self.context_length
-        if n >= limit:
-            raise EngineError(
-                f"prompt is too long: {n} tokens > {limit} maximum context length",
-                400,
-                "context_length_exceeded",
-            )
-        return min(req.gconfig.max_new_tokens, limit - n)
-
     # ---- control, in the trainer's thread
 
     def initialize(self, *_: Any, **__: Any) -> None:
@@ -222,7 +216,7 @@ class RemoteInfEngine:
     def set_version(self, version: int) -> None:
         """Record that all servers have `version`. The trainer's engine also tells the proxy's
         engine, and lets the gate admit more groups."""
-        self._version = self.servers.newest = self.servers.trainer_version = version
+        self.servers.newest = self.servers.trainer_version = version
         if self.proxy is not None:
             Servers(*self.proxy).post_all("/set_version", {"version": version})
         if self.dispatcher is not None:
@@ -230,7 +224,7 @@ class RemoteInfEngine:
 
     def get_version(self) -> int:
         """The newest version that all servers have."""
-        return self._version
+        return self.servers.newest
 
     def resume(self) -> None:
         self.servers.post_all("/continue_generation", {})

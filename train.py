@@ -38,9 +38,9 @@ if __name__ == "__main__":  # the servers load their model while we import torch
     this_run = begin(sys.argv[1:])
 
 import shutil
-import time
 import zlib
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from torch import Tensor
@@ -176,7 +176,7 @@ class PPOTrainer:
         """Consume a batch of prompt groups, and make the weights of version `step`."""
         run, config, actor, ref = self.run, self.config, self.run.actor, self.run.ref
         version = step - 1
-        clock = Clock()
+        begun = monotonic()
 
         # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks. The
         #    request passes through actor, engine, executor (rollout/executor.py) and dispatcher.
@@ -191,7 +191,7 @@ class PPOTrainer:
             should_accept_fn=config.should_accept_fn,
         )
         metrics = {"step": step, "version": version, **describe_batch(batch, version)}
-        clock.mark("rollout_wait_s")
+        waited = monotonic()
 
         # 2. Compute log pi_prox (rows, T): pi_prox is the policy before this step. The loss clips
         #    pi_theta / pi_prox, and weights each token by pi_prox / pi_behav.
@@ -207,12 +207,12 @@ class PPOTrainer:
         metrics |= actor.ppo_update(batch)
         metrics["logp_mismatch"] = logp_mismatch(batch, version)
         actor.step_lr_scheduler()
-        clock.mark("train_s")
+        trained = monotonic()
         metrics |= run.call("on_batch", batch)
 
         # 6. Push the new weights to the servers, which then continue the interrupted generations.
         self.push(step)
-        clock.mark("sync_s")
+        pushed = monotonic()
 
         # 7. Evaluate, and save the model as a Hugging Face folder.
         is_last = step == run.last_step
@@ -222,7 +222,8 @@ class PPOTrainer:
             actor.save(run.run_dir / "checkpoints" / f"step{step:05d}")
 
         # 8. Write the step's metrics, and the checkpoint from which a killed run resumes.
-        metrics |= clock.seconds | {"step_s": time.monotonic() - clock.begin}
+        metrics |= {"rollout_wait_s": waited - begun, "train_s": trained - waited}
+        metrics |= {"sync_s": pushed - trained, "step_s": monotonic() - begun}
         metrics = share(lambda: self.log.write(batch, metrics))
         run.call("on_step", metrics)
         if is_last or is_due(step, config.recover_interval):
@@ -244,19 +245,6 @@ class PPOTrainer:
 
 def is_due(step: int, interval: int) -> bool:
     return bool(interval) and step % interval == 0
-
-
-class Clock:
-    """Measures the phases of a step, in seconds."""
-
-    def __init__(self) -> None:
-        self.begin = self.last = time.monotonic()
-        self.seconds: dict[str, float] = {}
-
-    def mark(self, phase: str) -> None:
-        now = time.monotonic()
-        self.seconds[phase] = now - self.last
-        self.last = now
 
 
 def train_or_evaluate(run: Run) -> None:

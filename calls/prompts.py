@@ -31,6 +31,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import dropwhile
 from typing import Any
 
 import orjson
@@ -97,9 +98,8 @@ class PromptBuilder:
         Raises Refusal if the template refuses `new` or drops a text."""
         sampled = turn.output_tokens
         tail = self.encode(self._tail(new, variables))
-        texts = enumerate(self._tokenizer.decode([token]) for token in tail)
-        blanks = next((i for i, text in texts if text.strip()), 0)
-        marks = tail[blanks:]
+        decode = self._tokenizer.decode
+        marks = [*dropwhile(lambda token: not decode([token]).strip(), tail)]
         for count, mark in enumerate(marks, 1):
             if sampled[-1:] == [mark] and sampled[-count:] == marks[:count]:
                 return turn.input_tokens + sampled + marks[count:]

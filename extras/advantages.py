@@ -121,7 +121,7 @@ def without_truncated(
 ) -> Tensor:
     """DAPO: mask the turns that the token limit cut off, because more tokens might have let them
     succeed. A masked turn counts in no loss and no baseline."""
-    last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T)
+    last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (rows, T)
     cut = last & (batch["truncated"] > 0)[:, None]
     kept = batch["loss_mask"].masked_fill(cut, 0)
     if kept.any():
@@ -137,7 +137,7 @@ def row_mean(
     # The batch has S rows and M trained tokens, n of them in the token's row. The loss is a mean
     # over M tokens and proportional to A, so A <- A * M / (S n).
     A = base(batch, **keys)
-    n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (B, 1)
+    n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (rows, 1)
     mean = n.sum() / torch.count_nonzero(n).clamp(min=1)
     return A * mean / (length or n.clamp(min=1))
 

@@ -308,7 +308,7 @@ def bottleneck(lines: list[Record]) -> str:
 
 
 def no_signal_share(batch: dict[str, Tensor]) -> float:
-    signal = batch["advantages"].abs().amax(1) > 1e-6  # (B,)
+    signal = batch["advantages"].abs().amax(1) > 1e-6  # (rows,)
     groups = batch["group_ids"]
     return 1 - len(groups[signal].unique()) / len(groups.unique())
 
@@ -320,7 +320,7 @@ def adds_up_to_0(actor: Any) -> bool:
 
 def baseline_bias(batch: dict[str, Tensor]) -> float:
     """The largest |mean advantage| of a prompt group. Each trained turn counts once."""
-    turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
+    turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (rows, T)
     ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn
     # Groups come from task_ids, because group_ids may be wrong.
     _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
@@ -376,7 +376,7 @@ class Canary:
     def score(self, outputs: list[Tokens]) -> dict[Tokens, Tensor]:
         n = len(self.prompt)
         rows = [torch.tensor([*self.prompt, *tokens]) for tokens in outputs]
-        ids = pad_sequence(rows, batch_first=True)  # (B, T)
+        ids = pad_sequence(rows, batch_first=True)  # (rows, T)
         real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         batch = {"input_ids": ids, "attention_mask": real, "loss_mask": real}
         logp = self.actor.compute_logp(batch | {"temperatures": torch.ones(ids.shape)})

@@ -36,7 +36,7 @@ from run.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # per page
-# The (B, T) tensors that the page shows.
+# The (rows, T) tensors that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 INTERVAL = 10  # steps between two reports of a run
@@ -144,13 +144,13 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 
 
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
-    """Return states (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight.
+    """Return states (rows, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for behaviour weight.
 
     A state says what the default loss (ppo.py) does with the token in the last pass.
     """
     prox = batch["prox_logp"]
     A = batch["advantages"]
-    u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
+    u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (rows, T)
     bounded = clip(u, keys.eps_clip, keys.eps_clip_higher)
     clipped = torch.minimum(u * A, bounded * A) != u * A
     if keys.c_clip is not None:
@@ -176,8 +176,8 @@ def read_step(
     step = int(path.stem)
     if "prox_logp" not in batch:  # standard PPO, or loglinear
         old = batch["logprobs"]
-        fraction = batch.get("step_fraction", torch.tensor([0.5]))[:, None]  # (B, 1)
-        alpha = interpolation(batch["versions"], step - 1, fraction)  # (B, T)
+        fraction = batch.get("step_fraction", torch.tensor([0.5]))[:, None]  # (rows, 1)
+        alpha = interpolation(batch["versions"], step - 1, fraction)  # (rows, T)
         estimate = loglinear(old, batch["theta_logp"], alpha)
         batch["prox_logp"] = estimate if keys.use_decoupled_loss else old
     batch["states"] = token_states(batch, keys)

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +137,14 @@ def update_from_distributed(
     import torch
 
     sizes = [info["tp_size"] for info in post_all("/server_info")]
+    *offsets, world = accumulate(sizes, initial=1)  # the first rank of each server; all ranks
     backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     name = f"weights-{meta.version}-{port}"
-    world = 1 + sum(sizes)
     meeting = {"master_address": meta.address, "master_port": port, "group_name": name}
     meeting |= {"world_size": world, "backend": backend}
-    bodies = [meeting | {"rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
+    bodies = [meeting | {"rank_offset": offset} for offset in offsets]
     with meanwhile(post_all, "/init_weights_update_group", bodies):
         group = join_group(meta.address, port, 0, world, name, backend)
 
@@ -151,7 +152,15 @@ def update_from_distributed(
     post_all("/begin_weight_update", {})
     try:
         for bucket in buckets:
-            broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
+            tensors = {name: tensor.to(device).contiguous() for name, tensor in bucket}
+            described = {
+                "names": [*tensors],
+                "dtypes": [str(x.dtype).removeprefix("torch.") for x in tensors.values()],
+                "shapes": [list(x.shape) for x in tensors.values()],
+            }
+            with meanwhile(post_all, "/update_weights_from_distributed", body | described):
+                for work in [group.broadcast(x, 0) for x in tensors.values()]:
+                    work.wait()
     finally:
         post_all("/end_weight_update", {})
     with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": name}):
@@ -168,17 +177,6 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
             yield
         finally:
             asked.result()
-
-
-def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    described = {
-        "names": [name for name, _ in bucket],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        "shapes": [list(tensor.shape) for _, tensor in bucket],
-    }
-    with meanwhile(post_all, "/update_weights_from_distributed", body | described):
-        for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
-            work.wait()
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:

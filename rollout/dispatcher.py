@@ -70,10 +70,10 @@ class DispatchState:
 
     def next_groups(self, count: int) -> dict[int, Any]:
         """Return {task id: group} for the next `count` groups, or {} if one is unfinished."""
-        finished = ((i, data) for i, data in self.order.items() if data is not None)
-        chosen = self.order.items() if self.stale == "wait" else finished
-        batch = {i: data for i, data in islice(chosen, count) if data is not None}
-        return batch if len(batch) == count else {}
+        waits = self.stale == "wait"  # for running groups; mask and drop pass them over
+        chosen = (x for x in self.order.items() if waits or x[1] is not None)
+        batch = dict(islice(chosen, count))
+        return batch if len(batch) == count and None not in batch.values() else {}
 
     def trainable(self, data: Any) -> Any:
         """Return a finished group, or None if the group is too old. With stale=mask, old tokens are

@@ -145,7 +145,7 @@ class WorkflowExecutor:
     def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
         """Run one episode per sample. A rejected or failed episode gives None. No step trains on
         evaluation episodes, so the gate does not count them."""
-        how = self._resolve(workflow, None, None, 1, self.eval_gconfig.model_dump())
+        how = self._resolve(workflow, None, None, 1, sampling=self.eval_gconfig.model_dump())
         places = asyncio.Semaphore(self.gate.max_concurrent_rollouts * self.gconfig.n_samples)
 
         async def play(task_id: int, sample: Sample) -> Trajectory | None:
@@ -172,16 +172,11 @@ class WorkflowExecutor:
         raise RuntimeError("an error of the dataloader has ended its samples")
 
     def _resolve(
-        self,
-        workflow: Any,
-        kwargs: Kwargs,
-        accept: Accept,
-        group_size: int | None,
-        sampling: dict[str, Any] | None = None,
+        self, workflow: Any, kwargs: Kwargs, accept: Accept, group_size: int | None, **options: Any
     ) -> tuple[workflows.RolloutWorkflow, Any]:
         openai = self.config.openai
         proxy = openai.model_dump(exclude={"turn_discount", "tool_call_parser"})
-        proxy |= {"discount": openai.turn_discount, "sampling": sampling or {}}
+        proxy |= {"discount": openai.turn_discount} | options
         if self.engine.proxy:
             proxy |= self.engine.proxy._asdict()
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}

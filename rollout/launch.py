@@ -26,7 +26,7 @@ SGLANG_VARIABLES = {
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
-    """Raises ConfigError if server.device=cuda and no GPU is visible."""
+    """Raises ConfigError if the GPUs do not suffice for server.device or weight_update.mode."""
     server = config.server
     size = server.tp_size
     if server.backend == "tiny":
@@ -38,6 +38,11 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = server.count * size
     is_shared = len(gpus) - ranks < wanted
+    if gpus and is_shared and config.weight_update.mode == "distributed":
+        raise ConfigError(
+            "weight_update.mode=distributed: NCCL refuses GPUs that two processes share:"
+            " set weight_update.mode=disk"
+        )
     pool = gpus * server.count if is_shared else gpus[-wanted:]
     words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
     words += ["--tokenizer-path", config.tokenizer_path]

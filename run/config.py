@@ -283,7 +283,7 @@ class TrainConfig(Keys):
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
         merged = self.gconfig.model_dump() | {"n_samples": 1} | self.eval_gconfig
-        return GenerationHyperparameters.model_validate(merged)
+        return GenerationHyperparameters(**merged)
 
 
 # ---- from the command line to a configuration

@@ -61,7 +61,7 @@ MUTANTS = [  # property, mode, module, code, changed code
     ("counters", "wait", DISPATCHER, REJECTED, "pass"),
     ("counters", "drop", DISPATCHER, "self.gate.on_rollout_dropped()", "pass"),
     ("counters", "wait", DISPATCHER, "self.gate.on_rollout_withdrawn()", "pass"),
-    ("starvation", "wait", DISPATCHER, 'self.order.items() if self.stale == "wait" else ', ""),
+    ("starvation", "wait", DISPATCHER, "waits or ", ""),
     ("starvation", "drop", DISPATCHER, "move_to_end(task_id)", "move_to_end(task_id, last=False)"),
     ("lost", "mask", DISPATCHER, "if data is None]\n", "if data != self.order[i]]\n"),
     ("lost", "mask", STALENESS, "_version() - self.max_staleness\n", "_version()\n"),

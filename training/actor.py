@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -130,8 +131,8 @@ class FSDPEngine:
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """Return log p(token | earlier tokens) as (B, T) float32. Untrained tokens get 0. All ranks
-        call this with the same batch."""
+        """Return log p(token | earlier tokens) as float32 (rows, T). Untrained tokens get 0. All
+        ranks call this with the same batch."""
         # With frozen layers, cut the same pieces as ppo_update, which reuses the frozen outputs.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(batch, n)
@@ -142,7 +143,7 @@ class FSDPEngine:
         return self.gather(batch, pieces, "logp")
 
     def gather(self, batch: Batch, pieces: list[Piece], key: str) -> Tensor:
-        whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (B, T)
+        whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (rows, T)
         for _, tokens in pieces:
             whole[tokens["row"], tokens["column"]] = tokens[key]
         dist.all_reduce(whole)
@@ -253,7 +254,7 @@ class FSDPPPOActor(FSDPEngine):
         return c.prox_logp_method != "loglinear" if c.use_decoupled_loss else c.recompute_logprob
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Store the advantages (B, T) in batch["advantages"]."""
+        """Store the advantages (rows, T) in batch["advantages"]."""
         c = self.config
         options = c.adv_norm.model_dump() | {"reward_scaling": c.reward_scaling}
         batch["advantages"] = self.advantages_fn(batch, **options)
@@ -263,10 +264,10 @@ class FSDPPPOActor(FSDPEngine):
 
         The batch gets new keys:
 
-            theta_logp (B, T)     log pi_theta in the last pass over each row
-            step_fraction (B,)    the share of the step that was done before that pass
-            start_logp (B, T)     if prox_logp is absent: log pi_theta of the first
-                                  mini-batch before any optimizer step; 0 elsewhere
+            theta_logp (rows, T)     log pi_theta in the last pass over each row
+            step_fraction (rows,)    the share of the step that was done before that pass
+            start_logp (rows, T)     if prox_logp is absent: log pi_theta of the first
+                                     mini-batch before any optimizer step; 0 elsewhere
 
         Raises ValueError if the batch has no trained token, or lacks logprobs that the loss needs.
         Raises FloatingPointError, before the optimizer step, if a loss or gradient is not finite.
@@ -278,7 +279,7 @@ class FSDPPPOActor(FSDPEngine):
                     " set actor.use_decoupled_loss=false"
                 )
             batch["logprobs"] = batch["prox_logp"]
-        batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
+        batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (rows,)
         minibatches = []
         for rows in split_minibatches(batch, self.config.ppo_n_minibatches):
             if count := int((batch["loss_mask"][rows, 1:] > 0).sum()):  # nothing predicts token 0
@@ -302,10 +303,7 @@ class FSDPPPOActor(FSDPEngine):
         pieces = [piece for *_, pieces in minibatches for piece in pieces]
         batch["theta_logp"] = self.gather(batch, pieces, "theta_logp")
         counts = [count for _, count, _ in updates]
-        stats = {
-            key: sum(n * one[key] for n, one in zip(counts, found)) / sum(counts)
-            for key in found[0]
-        }
+        stats = {key: fmean([one[key] for one in found], counts) for key in found[0]}
         # effective sample size: (sum w)^2 / (M sum w^2) = (mean w)^2 / mean w^2
         square = stats.pop("behave_weight_square")
         stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / (square or 1.0)

@@ -66,8 +66,8 @@ def take(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def row_lengths(batch: Batch) -> list[int]:
-    mask = batch["attention_mask"].bool()  # (B, T)
-    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+    mask = batch["attention_mask"].bool()  # (rows, T)
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("attention_mask has a 1 after a 0: pad the rows on the right")
     return mask.sum(1).tolist()
 
@@ -83,8 +83,8 @@ def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
     """Deal all prompt groups out to n mini-batches in turn, and return the rows of each mini-batch.
     The rows of a group stay together, so that their tree contains the prompt only once. If two
     kinds of prompts alternate, an even n gives each mini-batch only one kind."""
-    ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (B,)
-    groups, group = ids.unique(return_inverse=True)  # (G,), (B,) from 0 to G - 1
+    ids = batch.get("group_ids", torch.arange(len(batch["input_ids"])))  # (rows,)
+    groups, group = ids.unique(return_inverse=True)  # (G,), (rows,) from 0 to G - 1
     n = min(n, len(groups))
     return [(group % n == k).nonzero()[:, 0].tolist() for k in range(n)]
 

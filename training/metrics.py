@@ -9,20 +9,19 @@ from torch import Tensor
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
     """The lag of a trained token is `version` minus the token's version. A row is mixed if its
     trained tokens have more than one version."""
-    mask, versions = batch["loss_mask"].bool(), batch["versions"]  # (B, T)
-    newest = versions.masked_fill(~mask, -1).amax(1)  # (B,)
-    oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)  # (B,)
-    mixed = (newest > oldest)[mask.any(1)]
+    mask, versions = batch["loss_mask"].bool(), batch["versions"]  # (rows, T)
+    newest = versions.masked_fill(~mask, -1).amax(1, keepdim=True)  # (rows, 1)
+    mixed = (mask & (versions < newest)).any(1)[mask.any(1)]  # of the rows with trained tokens
     lag = version - versions[mask]  # (M,)
     rewards = batch["rewards"][batch["side_conversations"] == 0]
     return {
         "rows": len(mask),
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
-        "staleness_mean": lag.float().mean().item() if len(lag) else 0.0,
-        "staleness_max": float(lag.max()) if len(lag) else 0.0,
+        "staleness_mean": lag.float().mean().nan_to_num().item(),
+        "staleness_max": float(max(lag.tolist(), default=0)),
         "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
-        "mixed_version_share": mixed.float().mean().item() if len(mixed) else 0.0,
+        "mixed_version_share": mixed.float().mean().nan_to_num().item(),
         **{name: int(batch[name].sum()) for name in ("truncated", "masked", "side_conversations")},
         "tokens": int(mask.sum()),
         "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
@@ -36,7 +35,7 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     only by rounding, about 1e-6 in float32. log p_trainer is log pi_prox. If no pass has computed
     log pi_prox, log p_trainer is log pi_theta of the first mini-batch, before any optimizer step.
     """
-    fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
+    fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (rows, T)
     key = "prox_logp" if "prox_logp" in batch else "start_logp"
     if key == "start_logp":
         fresh &= batch[key] != 0

@@ -47,18 +47,18 @@ class PackedTree(NamedTuple):
     rows: list[int]  # sorted by their tokens
     states: Tensor  # (R, T) int64, each token's index in the tree
     # For the model: input_ids and position_ids (the depths), (1, N) int64; subtree_end (N,) int64.
-    # For packed rows: bounds (R + 1,) int32, and longest, the length of the longest row. Row r has
+    # For packed rows: bounds (rows + 1,) int32, and longest, the length of the longest row. Row r has
     # the tokens bounds[r] to bounds[r + 1] - 1.
     inputs: dict[str, Any]
 
 
 def build_trees(ids: Tensor, max_tokens: int, shares: bool = True) -> list[PackedTree]:
     """Lay out rows as trees of at most `max_tokens` tokens. A longer row is a tree of its own.
-    `ids` (B, T) has -1 after a row's end."""
+    `ids` (rows, T) has -1 after a row's end."""
     order = sorted(range(len(ids)), key=ids.tolist().__getitem__)  # neighbours share most
     ids = ids[order].long()
-    same = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & shares  # (B - 1, T)
-    shared = F.pad(same.int().cumprod(1).sum(1), (1, 0))  # (B,) tokens shared with the row before
+    same = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & shares  # (rows - 1, T)
+    shared = F.pad(same.int().cumprod(1).sum(1), (1, 0))  # (rows,) shared with the row before
 
     lengths = (ids >= 0).sum(1).tolist()
     parts: list[list[int]] = []
@@ -83,12 +83,16 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
     # A token's subtree ends where the first later row without this token begins, or at the end.
-    bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (R + 1,)
+    bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (rows + 1,)
     later = torch.arange(len(bounds)) > row[:, None]  # (N, R + 1)
     ends = later & (F.pad(shared, (0, 1)) <= depth[:, None])  # (N, R + 1)
-    inputs: dict[str, Any] = {"input_ids": ids[is_new][None], "position_ids": depth[None]}
-    inputs |= {"subtree_end": bounds[ends.int().argmax(1)]}
-    inputs |= {"bounds": bounds.int(), "longest": int(bounds.diff().max())}
+    inputs = {
+        "input_ids": ids[is_new][None],
+        "position_ids": depth[None],
+        "subtree_end": bounds[ends.int().argmax(1)],
+        "bounds": bounds.int(),
+        "longest": int(bounds.diff().max()),
+    }
     return PackedTree(rows, states, inputs)
 
 

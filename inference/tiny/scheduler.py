@@ -1,9 +1,9 @@
 """Decide which sequences have a slot in the cache, and which sequences the next step feeds.
 
-Each request becomes a sequence. The sequence waits in the queue of its session for a *slot*, one
-row of the cache of keys and values. A step feeds tokens to running sequences. When all tokens of a
-sequence have been fed, the step draws a new token. In this example, A and B begin with the same 40
-tokens, and C is a long prompt of another session:
+Each request becomes a sequence, which waits for a *slot*, one row of the cache of keys and values.
+A step feeds tokens to running sequences. When all tokens of a sequence have been fed, the step
+draws a new token. In this example, A and B begin with the same 40 tokens, and C is a long prompt of
+another session:
 
     A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
     prefill           A's prompt is fed
@@ -14,20 +14,22 @@ tokens, and C is a long prompt of another session:
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
 cache. All slots have the same length: a cache of 16,384 tokens has room for 85 slots of 192 tokens
 or 32 of 512. So slots grow only when a sequence needs more room. A sequence that loses its slot
-goes back to its queue.
+waits again.
 
 *Fairness.* The session that runs the fewest sequences comes first. If all slots are taken, a
 session that runs n sequences gives up a slot to a waiting session that runs at most n - 2. A
-sequence waits if it is too long to fit beside the running ones. For PATIENCE steps, all other
-sessions may overtake this sequence. After that, only sessions that run fewer sequences may do so.
+sequence waits if it is too long to fit beside the running ones. For PATIENCE steps, all others may
+overtake this sequence. After that, only sessions that run fewer sequences may do so.
 
 Every token carries the version of the weights that computed it. When the server loads new weights,
-it calls `retract`, which drops all keys and sends all running sequences back to their queues.
+it calls `retract`, which drops all keys and lets all running sequences wait again.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from inference.tiny.model import FEWEST, round_up
@@ -39,12 +41,11 @@ NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no 
 
 def common(a: list[int], b: list[int]) -> int:
     """Return how many leading tokens `a` and `b` share."""
-    n = min(len(a), len(b))
-    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+    return sum(takewhile(bool, map(eq, a, b)))
 
 
 class Scheduler:
-    """The queues, the slots and the version of the weights."""
+    """The waiting sequences, the slots and the version of the weights."""
 
     least_shared = 16  # computing fewer tokens again is quicker than waiting and copying
 
@@ -53,8 +54,7 @@ class Scheduler:
         self.version = version
         self.decode = decode  # tokens to text, for stop strings
         self.paused = False
-        # the queue of each session; the most recently served session is at the end
-        self.queues: defaultdict[str, deque[Sequence]] = defaultdict(deque)
+        self.waiting: list[Sequence] = []
         self.length, slots = model.resize(1)  # tokens of a slot, number of slots
         self.slots = [NOBODY] * slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
@@ -65,30 +65,23 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         return self.slots[: self.n]
 
-    @property
-    def waiting(self) -> list[Sequence]:
-        return [sequence for queue in self.queues.values() for sequence in queue]
-
     # Between two steps
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
-            one.used = one.used or self.steps
-            self.queues[one.session].append(one)
+            one.used = self.steps
+            self.waiting.append(one)
 
     def abort(self, rid: str | None = None) -> None:
         """End the sequences of a request, or all sequences. They keep their tokens."""
         for sequence in (*self.running, *self.waiting):
             if rid in (None, sequence.rid):
                 sequence.end("abort")
-        waiting = [sequence for sequence in self.waiting if not sequence.finish]
-        self.queues.clear()
-        self.add(*waiting)
+        self.waiting = [sequence for sequence in self.waiting if not sequence.finish]
         self._release()
 
     def retract(self) -> None:
-        for one in reversed(self.running):
-            self.queues[one.session].appendleft(one)
+        self.waiting = self.running + self.waiting
         self.slots = [NOBODY] * len(self.slots)
         self.n = 0
 
@@ -156,28 +149,24 @@ class Scheduler:
     # Who has a slot
 
     def _admit(self) -> None:
-        if self.queues:
+        """Start waiting sequences in order of their turns."""
+        if self.waiting:
             self._make_room()
-        is_progress = True
-        while is_progress:
-            runs = self._runs()
-            is_progress = False
-            for session in sorted(self.queues, key=runs.__getitem__):
-                one = self.queues[session][0]
-                length, slots = self.model.fit(max(self.length, len(one.tokens)))
-                if self.n < slots:
-                    self._resize(length)
-                    is_progress |= self._start(one)
-                elif self.n == len(self.slots) or self.steps - one.used > PATIENCE:
-                    return
+        runs, turns = self._runs(), dict[Sequence, int]()
+        for one in self.waiting:
+            turns[one] = runs[one.session]  # how many sequences its session runs before it
+            runs[one.session] += 1
+        for one in sorted(turns, key=turns.__getitem__):
+            length, slots = self.model.fit(max(self.length, len(one.tokens)))
+            if self.n < slots:
+                self._resize(length)
+                self._start(one)
+            elif self.n == len(self.slots) or self.steps - one.used > PATIENCE:
+                return
 
-    def _start(self, one: Sequence) -> bool:
-        """Give a sequence a slot. Return False if the sequence has to wait for keys that another
-        sequence will compute."""
-        other, most = one.awaits
-        if other in self.running and other.cached < most:
-            return False
-
+    def _start(self, one: Sequence) -> None:
+        """Give a sequence a slot, unless it has to wait for keys that a running sequence is about
+        to compute."""
         # Take the idle slot with the longest common prefix; among equals, the least recently used.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
@@ -190,22 +179,16 @@ class Scheduler:
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
         most, computed = max(pairs, default=(0, 0))
         if most >= cached + self.least_shared:
-            i = pairs.index((most, computed))
-            one.awaits = self.slots[i], most
             if computed < most:
-                return False
-            self.model.copy(i, slot, most)
+                return
+            self.model.copy(pairs.index((most, computed)), slot, most)
             cached = most
 
         one.cached = cached
         self.slots[slot] = one
         self._exchange(slot)
         self.n += 1
-        queue = self.queues.pop(one.session)
-        queue.popleft()
-        if queue:
-            self.queues[one.session] = queue
-        return True
+        self.waiting.remove(one)
 
     def _make_room(self) -> None:
         """Make room for the waiting session that runs the fewest sequences ("Fairness" above)."""
@@ -213,12 +196,11 @@ class Scheduler:
             longest = max(len(one.tokens) for one in self.running)
             self._resize(min(self.length, self.model.fit(2 * longest)[0]))
         runs = self._runs()
-        session = min(self.queues, key=runs.__getitem__)
-        one = self.queues[session][0]
+        one = min(self.waiting, key=lambda one: runs[one.session])
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
         needed = self.n - slots + 1  # how many have to go back
-        # Every other session keeps one sequence more than `session` runs, and can give up the rest.
-        spare = sum(max(0, count - runs[session] - 1) for count in runs.values())
+        # Every other session keeps one sequence more than `one.session` runs.
+        spare = sum(max(0, count - runs[one.session] - 1) for count in runs.values())
         # A single slot goes to a waiting sequence at most half as long as the running one.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
         if is_blocked or needed <= spare:
@@ -242,11 +224,12 @@ class Scheduler:
 
     def _send_back(self) -> None:
         """The session that runs the most sequences gives up its sequence with the fewest keys. The
-        keys stay in an idle slot."""
+        sequence then waits behind the other sessions. Its keys stay in an idle slot."""
         runs = self._runs()
         i = min(range(self.n), key=lambda i: (-runs[self.slots[i].session], self.slots[i].cached))
         one = self.slots[i]
-        self.queues[one.session].appendleft(one)
+        self.waiting.insert(0, one)
+        self.waiting.sort(key=lambda other: other.session == one.session)
         self.slots[i] = copy(one)  # remembers whose keys these are, if `one` gets another slot
         self.n -= 1
         self._exchange(i)
