@@ -152,15 +152,7 @@ def update_from_distributed(
     post_all("/begin_weight_update", {})
     try:
         for bucket in buckets:
-            tensors = {name: tensor.to(device).contiguous() for name, tensor in bucket}
-            described = {
-                "names": [*tensors],
-                "dtypes": [str(x.dtype).removeprefix("torch.") for x in tensors.values()],
-                "shapes": [list(x.shape) for x in tensors.values()],
-            }
-            with meanwhile(post_all, "/update_weights_from_distributed", body | described):
-                for work in [group.broadcast(x, 0) for x in tensors.values()]:
-                    work.wait()
+            broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
     finally:
         post_all("/end_weight_update", {})
     with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": name}):
@@ -177,6 +169,17 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
             yield
         finally:
             asked.result()
+
+
+def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
+    described = {
+        "names": [name for name, _ in bucket],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+    }
+    with meanwhile(post_all, "/update_weights_from_distributed", body | described):
+        for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
+            work.wait()
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:

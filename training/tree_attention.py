@@ -47,8 +47,8 @@ class PackedTree(NamedTuple):
     rows: list[int]  # sorted by their tokens
     states: Tensor  # (R, T) int64, each token's index in the tree
     # For the model: input_ids and position_ids (the depths), (1, N) int64; subtree_end (N,) int64.
-    # For packed rows: bounds (rows + 1,) int32, and longest, the length of the longest row. Row r has
-    # the tokens bounds[r] to bounds[r + 1] - 1.
+    # For packed rows: bounds (R + 1,) int32, and longest, the longest row's length. Row r has the
+    # tokens bounds[r] to bounds[r + 1] - 1.
     inputs: dict[str, Any]
 
 
@@ -83,7 +83,7 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
     # A token's subtree ends where the first later row without this token begins, or at the end.
-    bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (rows + 1,)
+    bounds = F.pad(is_new.sum(1).cumsum(0), (1, 0))  # (R + 1,)
     later = torch.arange(len(bounds)) > row[:, None]  # (N, R + 1)
     ends = later & (F.pad(shared, (0, 1)) <= depth[:, None])  # (N, R + 1)
     inputs = {
