@@ -100,9 +100,9 @@ class Session:
             self.agent_digests.add(call.first_digest)
 
     def _link(self, call: Interaction, named: list[Interaction]) -> None:
-        """Find what `call` has read besides its parent: the calls `named` in its header, and the
-        `leaves` whose answers stand in its new messages. If one of these has read another, only the
-        reader is kept.
+        """Find what `call` has read besides its parent. Its header names the calls in `named`, and
+        its new messages may contain the answers of `leaves`. If one of the calls found has read
+        another, only the reader is kept.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report

@@ -130,6 +130,10 @@ def run_all(calls: Iterable[Any]) -> list[Any]:
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    # In a notebook, this thread already runs an event loop, so the calls get another thread.
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(gather())
+    # This thread already runs an event loop, as in a notebook, so the calls get another thread.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, gather()).result()

@@ -138,15 +138,13 @@ class Connection:
 
 
 @asynccontextmanager
-async def sdk(
-    harness: Harness, path: str, api_key: str = "DUMMY"
-) -> AsyncIterator[openai.AsyncOpenAI]:
+async def sdk(harness: Harness, path: str, key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
     """An OpenAI client of this path. It never retries, and refuses a reply of the wrong type."""
     options: Any = {"base_url": f"http://proxy{path}", "max_retries": 0}
     transport = sdk_http.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
         options |= {"http_client": http, "_strict_response_validation": True}
-        yield openai.AsyncOpenAI(api_key=api_key, **options)
+        yield openai.AsyncOpenAI(api_key=key, **options)
 
 
 def reply_message(completion: dict[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> Tensor:
     """Return alpha (N,) for tokens of versions v_b (N,), at version v and fraction f."""
-    # if v_b > v, the token counts as fresh
+    # alpha = (v - v_b) / (v + f - v_b); if v_b > v, the token counts as fresh
     lag = (version - versions).clamp(min=0).float()  # (N,)
     return torch.where(lag > 0, lag / (lag + fraction), 0.0)
 
 
 def loglinear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
+    # log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
     return old_logp + alpha * (theta_logp - old_logp)

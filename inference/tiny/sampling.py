@@ -49,6 +49,7 @@ class Sequence:
 
     cached: int = 0  # how many leading tokens have keys in the slot
     used: int = 0  # the last step that fed this sequence; at first the step of its arrival
+    awaits: Any = None, 0  # a running sequence, and how many keys to copy from it
 
     def __post_init__(self) -> None:
         self.session = self.rid.partition("/")[0]

@@ -167,6 +167,10 @@ class Scheduler:
     def _start(self, one: Sequence) -> None:
         """Give a sequence a slot, unless it has to wait for keys that a running sequence is about
         to compute."""
+        other, most = one.awaits
+        if other in self.running and other.cached < most:  # spares the comparisons below
+            return
+
         # Take the idle slot with the longest common prefix; among equals, the least recently used.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
@@ -179,9 +183,11 @@ class Scheduler:
         pairs = [(common(other.tokens, wanted), other.cached) for other in self.running]
         most, computed = max(pairs, default=(0, 0))
         if most >= cached + self.least_shared:
+            i = pairs.index((most, computed))
+            one.awaits = self.slots[i], most
             if computed < most:
                 return
-            self.model.copy(pairs.index((most, computed)), slot, most)
+            self.model.copy(i, slot, most)
             cached = most
 
         one.cached = cached

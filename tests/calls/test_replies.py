@@ -88,9 +88,8 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
                 return error.completion.to_dict()
     if name == "responses":
         with client.responses.stream(model="m", input="hello") as stream:
-            return [event for event in stream if event.type.startswith("response.")][
-                -1
-            ].response.to_dict()
+            *_, last = (event for event in stream if event.type.startswith("response."))
+            return last.response.to_dict()
     with client.messages.stream(model="m", messages=HELLO, max_tokens=9) as stream:
         return stream.get_final_message().to_dict()
 

@@ -140,11 +140,8 @@ async def test_a_call_is_forced_by_its_beginning(
     named = {"type": "function", "function": {"name": choice}}
     tool_choice = choice if choice == "required" else named
     completion = await harness.chat(session, HELLO, tools=TOOLS, tool_choice=tool_choice)
-    (call,) = reply_message(completion)["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
-        "look",
-        {"at": "sky"},
-    )
+    [called] = [call["function"] for call in reply_message(completion)["tool_calls"]]
+    assert (called["name"], json.loads(called["arguments"])) == ("look", {"at": "sky"})
     prompt = harness.engine.requests[0].input_ids
     assert tiny_tokenizer.decode(prompt).endswith(f'assistant\n<tool_call>\n{{"name": {opening}')
     (row,) = [i["tensors"] for i in (await harness.export(session)).values()]

@@ -189,9 +189,7 @@ class World:
         self.clients.append(client)
         self.loop.create_task(self.converse(client, request))
 
-    def request(
-        self, path: dict[str, str], raw: bytes, hangup: asyncio.Future | None = None
-    ) -> Request:
+    def request(self, path: dict[str, str], raw: bytes, hangup: Any = None) -> Request:
         inbox = [{"type": "http.request", "body": raw, "more_body": False}]
 
         async def receive() -> Any:

@@ -125,9 +125,7 @@ SERVERS = ["url"] if URL else ["tiny", *(["sglang"] if SGLANG else [])]
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with ExitStack() as stack:
         slots = ("--max-running-requests", "16")
         if request.param == "url":

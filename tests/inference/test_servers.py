@@ -5,6 +5,7 @@ kills a real server that is generating.
 """
 
 import asyncio
+import signal
 import sys
 from collections import Counter
 from contextlib import ExitStack, closing
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest
-from inference.servers import Servers, rank_servers
+from inference.servers import Servers, rank_servers, run_all
 
 A, B = "http://a", "http://b"
 
@@ -53,6 +54,20 @@ def test_an_answer_from_before_an_update_is_no_restart() -> None:
     assert servers.newest == 8
     with pytest.raises(EngineError, match="version 7 instead of 8 to inf: was it restarted"):
         servers.check_versions(A, [7, 8], at_least=8)
+
+
+def test_ctrl_c_does_not_wait_for_the_servers() -> None:
+    """A server may take an hour to load new weights."""
+    answers = list[bool]()
+
+    async def call() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(5)
+        answers.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all([call()])
+    assert not answers
 
 
 def test_failing_servers_are_all_named() -> None:
