@@ -16,12 +16,12 @@ messages.
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
 
-A call has read the answer that it continues: B and C have read A. A call has also read answers that
-its new messages copy (such as a summary of the history) or its header names. But such a call counts
-in the mean only if it led to a reward: it was rewarded, or a call that has read its answer was. A
-side conversation, such as a request for a title, counts only if it was rewarded itself.
-calls/sessions.py finds both. With gamma = 0.5, three successive calls with rewards 0, 0, 1 get
-0.25, 0.5, 1.
+With gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. A call has read the
+answer that it continues: B and C have read A. Through a **link** it has also read other answers,
+which its new messages copy (such as a summary of the history) or its header names. A linked call
+counts in the mean only if it led to a reward: it was rewarded, or a later call was that builds on
+it. A **side conversation**, such as a request for a title, counts only if it was rewarded itself.
+calls/sessions.py finds links and side conversations.
 
 **Rows.** A call that is part of a row is called a **turn**. In style "individual", each turn is a
 row of its own. In "concat", each leaf of the tree and the turns that led to it are one row:
@@ -73,7 +73,7 @@ class InteractionWithTokenLogpReward:
     # the largest of their turn_ids plus 1.
     turn_id: int = 0
     digest: int = 0  # of all messages
-    # the calls whose answers this call has read: its parent, and those that a session adds
+    # the calls whose answers this call has read: its parent, unless a session finds later ones
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by a session:
     first_digest: int = 0  # of this call's first message

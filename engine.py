@@ -106,14 +106,14 @@ class RemoteInfEngine:
         Raises EngineError: status 400 for a wrong request, 502 or 503 if the last retry failed.
         """
         # 1. `response` collects the tokens of all segments.
-        n, limit = len(req.input_ids), self.context_length
-        if n >= limit:
+        n, context = len(req.input_ids), self.context_length
+        if n >= context:
             raise EngineError(
-                f"prompt is too long: {n} tokens > {limit} maximum context length",
+                f"prompt is too long: {n} tokens > {context} maximum context length",
                 400,
                 "context_length_exceeded",
             )
-        g = req.gconfig.new(max_new_tokens=min(req.gconfig.max_new_tokens, limit - n))
+        g = req.gconfig.new(max_new_tokens=min(req.gconfig.max_new_tokens, context - n))
         req = replace(req, gconfig=g)
         response = ModelResponse(
             list(req.input_ids),
@@ -131,7 +131,7 @@ class RemoteInfEngine:
                 raise
             self._hooks.after_segment(req, response, None)
 
-            # 3. Done, unless an update interrupted the segment before the limit.
+            # 3. Done, unless the segment was interrupted before max_new_tokens.
             if response.stop_reason != "abort" or response.output_len >= g.max_new_tokens:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
@@ -162,7 +162,7 @@ class RemoteInfEngine:
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
         # A request's id begins with its episode ("7-3" for call "7-3.1"), because the small server
-        # lets episodes take turns. With a random suffix, an abort ends only this request.
+        # serves episodes in rotation. With a random suffix, an abort ends only this request.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)

@@ -5,6 +5,7 @@
     u = pi_theta / pi_prox     how far pi_theta has moved from pi_prox, the policy before the step
     w = pi_prox / pi_behav     how far pi_prox is from pi_behav, the policy that sampled the token
 
+Here pi_theta is the policy that the optimizer changes, and A is the advantage of the token's turn.
 Standard PPO has only one old policy: it clips around the policy that sampled the data. If the data
 is stale, this policy is several versions old, but the clip still keeps pi_theta close to it.
 Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead. The weight w,
@@ -114,7 +115,7 @@ def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
 
 
 def cell_std(x: Tensor, cell: Tensor) -> Tensor:
-    """Replace each entry of x (N,) by the standard deviation of its cell, or by 1 if that is 0."""
+    """Replace each entry of x (N,) by its cell's standard deviation + 1e-5, or by 1 if it is 0."""
     # s^2 = sum (x - mean)^2 / (n - 1)
     squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())  # (cells,)
     variance = (squares / (torch.bincount(cell) - 1).clamp(min=1))[cell]  # (N,)
@@ -140,8 +141,8 @@ def compute_advantages(
     rows, turn_ids, turn_of = number_turns(batch)
     R = rewards.new_zeros(len(rows)).scatter(0, turn_of, rewards)  # (N,)
 
-    # A = (R - mean) / std
     A = R
+    # A = (R - mean) / std
     groups = batch["group_ids"][rows].long()
     if not per_turn:  # all turns get the number 0, so that all turns of a group are compared
         turn_ids = torch.zeros_like(turn_ids)

@@ -20,7 +20,7 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
 **Addresses.** An agent needs either its session's URL, with or without `/v1`, or the session's id
 as its API key. Paths marked (admin) need the admin key:
 
-    POST /grant_capacity (admin)              let one more session start
+    POST /grant_capacity (admin)              let one more session start: the gate has admitted it
     POST /rl/start_session (admin)            {task_id, sampling, compaction}: use a grant
     POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer a call
     GET  /{id}/v1/models                      the only model; any name will do
@@ -150,7 +150,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises if the call is wrong
+        await anext(frames)  # an empty frame; an early error is raised here, so it gets a status
         return EventStream(frames)
 
     async def answer(self, turn: Turn) -> tuple[Message, ModelResponse]:

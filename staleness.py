@@ -26,8 +26,8 @@ rollout/dispatcher.py applies a second rule, which `rollout.stale` names:
   p at version ceil(p / B) - 1 <= eta + s. No token of p is older than s, because no server lags
   behind the others (inference/servers.py).
 - **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
-  tokens with a lag above eta from the loss, and drops a group without trained tokens. Few are
-  dropped: a group's tokens of the version f at which it ends are never too old. *Proof:* number the
+  tokens with a lag above eta from the loss, and drops a group with no trained tokens left. Few are
+  dropped: if a group ends at version f, its tokens of f are never too old. *Proof:* number the
   groups in order of finish. When p ends, p <= (eta + f + 1) B, so p is taken by version eta + f.
 - **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 

@@ -192,7 +192,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     def __post_init__(self) -> None:
         # OpenAI's SDK demands a key. Any key will do, because the session's URL names the session.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
-        os.environ |= bypass()  # for agents with HTTP clients of their own
+        os.environ |= bypass()  # the agent's own HTTP clients reach the proxy directly
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":

@@ -143,8 +143,8 @@ def row_mean(
 
 
 def informative(trajectory: Batch) -> bool:
-    """DAPO's dynamic sampling, for should_accept_fn: reject a group if all its first turns have
-    equal rewards, all its second turns, and so on. Then every advantage is 0."""
+    """DAPO's dynamic sampling, for should_accept_fn: reject a group in which turns with the same
+    number always have equal rewards, because all its advantages are 0."""
     trained = trajectory["loss_mask"] > 0
     turns = trajectory["turn_ids"][trained]
     rewards = trajectory["turn_rewards"][trained]

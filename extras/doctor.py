@@ -443,9 +443,9 @@ def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None
 
     On an overloaded machine every call is slow, and the code that happens to run is innocent. So
     all looks during `seconds` must find the same call. We count looks instead of measuring time,
-    because a process without a core also looks less often. A call that sleeps uses the CPU for less
-    than a tenth of the time, and one that computes for at least seconds / 2. Otherwise the thread
-    was waiting for a core.
+    because a process without a core also looks less often. The thread's CPU time shows what the
+    call does: below a tenth of the time it sleeps, from seconds / 2 on it computes, and in between
+    the thread waited for a core.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)

@@ -4,10 +4,11 @@ The trace has two tracks. On "rollout" each prompt group is a bar from start to 
 bar give the group's versions and rewards, and what became of it. On "trainer" each step is a
 sequence of phases:
 
-    rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
+    rollout_wait | train | sync | log
 
-The executor reports the groups' events as they happen. The lengths of the phases come from the
-step's metrics, and the last phase gets the rest of the step's time.
+The last phase is called "evaluate" in a step that evaluates. A point "weights" marks the end of
+sync. The executor reports the groups' events as they happen. The lengths of the phases come from
+the step's metrics, and the last phase gets the rest of the step's time.
 """
 
 import json

@@ -48,7 +48,7 @@ def make_copy(name: str, folder: str) -> Path:
 
 
 def in_solution(name: str, what: str) -> str:
-    """The "Unit test" or the "Doctor" that a solution names."""
+    """Return the code after "Unit test:" or "Doctor:" in a solution."""
     text = (ROOT / "museum" / name / "solution.md").read_text()
     return re.findall(rf"^{what}: `([^`\n]+)`", text, re.MULTILINE)[0]
 

@@ -153,8 +153,8 @@ _runner = functools.cache(asyncio.Runner)
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Environment variables give the session's URL and key to SDK clients that the agent makes
-    without arguments."""
+    """Run an episode in a worker process, and return what the agent returns. SDK clients that the
+    agent makes without arguments find the session's URL and key in environment variables."""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,

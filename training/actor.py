@@ -85,7 +85,7 @@ class FSDPEngine:
         self.on_cpu = self.device.type == "cpu"
         self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
         self.model: Any = None
-        self.cut: Any = None  # cuts rows into pieces
+        self.cut: Any = None  # cut_rows or cut_trees
         self.frozen: list[Any] = []  # frozen layers of the policy
 
     @property

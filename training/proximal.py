@@ -9,10 +9,10 @@ token. When a fraction f of the step's mini-batches is done, pi_theta is roughly
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
 Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token (v_b = v), alpha
-is 0 and the guess is pi_behav, which equals pi_prox. For a stale token in the first mini-batch,
-alpha is 1 and the guess is pi_theta, which also equals pi_prox. Other guesses are approximate. For
-large lags, alpha is near 1 and the guess near pi_theta, so the clip of pi_theta / pi_prox hardly
-acts (docs/staleness.md). No gradient flows through the guess.
+is 0 and the guess is pi_behav, which equals pi_prox. In the first mini-batch f = 0, so for a stale
+token alpha is 1 and the guess is pi_theta, which still is pi_prox. Other guesses are approximate.
+For large lags, alpha is near 1 and the guess near pi_theta, so the clip of pi_theta / pi_prox
+hardly acts (docs/staleness.md). No gradient flows through the guess.
 """
 
 import torch

@@ -39,7 +39,7 @@ class Graphs:
             fixed.copy_(inputs, non_blocking=True)
         else:
             fixed = inputs.to("cuda", non_blocking=True)
-            function(fixed)  # libraries prepare themselves in a first call, which is not captured
+            function(fixed)  # in a first call libraries initialise, which cannot be captured
             if len(self.captured) == self.most:
                 del self.captured[next(iter(self.captured))]
             graph = torch.cuda.CUDAGraph()

@@ -289,8 +289,8 @@ class Model:
         ids = torch.tensor([feed + [0] * (columns - len(feed)) for feed in feeds])
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
-        # `places` says where the first head's keys go in the cache. Padding gets a place beyond the
-        # cache's end.
+        # `places` says where the first head's keys go in the cache. Padding gets a huge place,
+        # which `_layers` lowers to the cache's last.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:
@@ -304,7 +304,7 @@ class Model:
         ids, positions, places, last = inputs
         rows, columns = ids.shape
         offsets = torch.arange(groups, device=self.device) * self.kv.shape[4]
-        # (T * groups,); padding goes to the cache's last place, which belongs to no slot
+        # (T * groups,); the cache's last place, for padding, belongs to no slot
         places = (places[:, :, None] + offsets).flatten().clamp_(max=self.positions * groups)
 
         read = self.kv[:, :, first_slot : first_slot + rows]

@@ -47,7 +47,7 @@ def common(a: list[int], b: list[int]) -> int:
 class Scheduler:
     """The waiting sequences, the slots and the version of the weights."""
 
-    least_shared = 16  # computing fewer tokens again is quicker than waiting and copying
+    least_shared = 16  # for a shorter prefix, computing again is quicker than waiting
 
     def __init__(self, model: Any, version: str, decode: Callable[[list[int]], str]) -> None:
         self.model = model
