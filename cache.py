@@ -1,7 +1,7 @@
-"""The calls of one session form a tree, from which we compute rewards and training rows.
+"""The calls of an agent's episode form a tree, from which we compute rewards and training rows.
 
-An **interaction** is one call of an agent: the messages that it sent and the tokens of the answer.
-The agent sends the whole conversation with every call, so a later call repeats earlier messages:
+An **interaction** is one call of an agent: the messages sent and the tokens of the answer. The
+agent sends the whole conversation with every call, so a later call repeats earlier messages:
 
     system - user - [A] assistant -+- user  - [B] assistant
                                    +- user' - [C] assistant
@@ -12,19 +12,19 @@ The longest prefix found is the parent's conversation, so B and C find their par
 compared in `canonical` form (calls/messages.py), because clients rewrite the JSON of earlier
 messages.
 
-**Rewards** r(i) become final rewards R(i), from the last call to the first:
+The **rewards** r(i) of calls i become final rewards R(i), from the last call to the first:
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
 
 With gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. A call has read the
 answer that it continues: B and C have read A. Through a **link** it has also read other answers,
-which its new messages copy (such as a summary of the history) or its header names. A linked call
-counts in the mean only if it led to a reward: it was rewarded, or a later call was that builds on
-it. A **side conversation**, such as a request for a title, counts only if it was rewarded itself.
-calls/sessions.py finds links and side conversations.
+which its new messages copy (such as a summary of the history) or its HTTP header names. A call that
+read i through a link counts in the mean only if it led to a reward: it or a call that has read it
+(directly or not) was rewarded. A **side conversation**, such as a request for a title, counts only
+if it was rewarded itself. calls/sessions.py finds links and side conversations.
 
 **Rows.** A call that is part of a row is called a **turn**. In style "individual", each turn is a
-row of its own. In "concat", each leaf of the tree and the turns that led to it are one row:
+row of its own. In "concat", each leaf of the tree and the turns that it continues are one row:
 
     tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -69,11 +69,12 @@ class InteractionWithTokenLogpReward:
     reward: float | None = None  # r(i); after the discount, R(i)
     # set by `enter`:
     parent: "InteractionWithTokenLogpReward | None" = None
-    # The parent's turn_id plus 1. A call without a parent gets 0 or, if it names or copies calls,
-    # the largest of their turn_ids plus 1.
+    # The parent's turn_id plus 1. A call without a parent gets 0 or, if it has links, 1 more than
+    # the largest turn_id of the calls that it has read.
     turn_id: int = 0
     digest: int = 0  # of all messages
-    # the calls whose answers this call has read: its parent, unless a session finds later ones
+    # The calls whose answers this call has read: its parent and, through links, others. If one of
+    # these has read another, only the reader is listed.
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by a session:
     first_digest: int = 0  # of this call's first message
@@ -123,7 +124,7 @@ class InteractionWithTokenLogpReward:
         return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
-        """Return the row as bool, int32 and float32 tensors (1, L) or (1,)."""
+        """Return the row as bool, int32 and float32 tensors: (1, L), for L tokens, or (1,)."""
         import torch  # slow to import, and the proxy does not need it
 
         tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}
@@ -258,9 +259,9 @@ def ancestors(calls: Iterable[Interaction]) -> set[Interaction]:
 
 
 def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
-    """Return one row for each leaf: a copy of the leaf, with the row's turns in `row_turns`. If
-    the first turn that a row trains has a parent, the row that trains this parent becomes the row's
-    `parent`."""
+    """Return one row for each leaf, a turn whose tokens no other turn extends. The row is a copy of
+    the leaf, with the row's turns in `row_turns`. If the first turn that a row trains has a parent,
+    the row that trains this parent becomes the row's `parent`."""
     joined = {turn: turn.parent for turn in finished if turn.parent and extends_parent(turn)}
     inner = set(joined.values())
     rows: list[Interaction] = []

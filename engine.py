@@ -24,8 +24,8 @@ The pause mode says how an update interrupts the servers:
   and the new request waits at the server until the update is over.
 
 **Versions come from the server's answer**, because the engine's own version may change while a
-request runs. SGLang before 0.5.19 reports only the version at the end of a segment, so the engine
-then uses `abort`, which gives all tokens of a segment one version.
+request runs. SGLang before 0.5.19 reports only the version at the end of a segment. With such a
+server the engine uses `abort`, because then all tokens of a segment have the same version.
 
 **Hooks** let extras/replay.py record and repeat a run.
 
@@ -91,7 +91,7 @@ class RemoteInfEngine:
         self._hooks = self.hooks or Hooks()
         # What changes during a run:
         self.servers = Servers(self.addresses, self.key, self.session)
-        self.context_length: Any = math.inf  # limit of prompt plus completion
+        self.context_length: Any = math.inf  # token limit of prompt plus completion
         self.proxy: Any = None  # a ProxyAddress; `set_version` sends the proxy every version
         # The dispatcher starts the rollouts. rollout/executor.py sets this field, and adds methods
         # such as `prepare_batch` to the engine.
@@ -136,14 +136,14 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. A segment interrupted before its first token is asked for again after a pause.
+            # 4. Ask for the next segment, after half a second if the last one brought no token.
             if response.output_len == before:
                 await self.sleep(0.5)
 
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
-        """Ask the group's preferred server for the next segment. If it fails, ask the others."""
+        """Ask the group's preferred server for the next segment. If it fails, ask the next one."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
@@ -162,7 +162,8 @@ class RemoteInfEngine:
         ids = response.input_tokens + response.output_tokens
         room = limit - response.output_len
         # A request's id begins with its episode ("7-3" for call "7-3.1"), because the small server
-        # serves episodes in rotation. With a random suffix, an abort ends only this request.
+        # serves episodes in rotation. The random suffix makes the id unique, so that an abort ends
+        # only this request.
         rid = f"{req.call.rpartition('.')[0] or req.rid}/{secrets.token_hex(8)}"
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         at_least = self.servers.newest  # no token may be older (see the proof in staleness.py)
@@ -184,7 +185,7 @@ class RemoteInfEngine:
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Read the servers' limits, and test every server with one token. Raises EngineError if an
-        answer lacks logprobs or a numeric version. Ignores AReaL's arguments."""
+        answer lacks logprobs or a numeric version. Takes AReaL's arguments, but ignores them."""
         infos = self.servers.post_all("/server_info")
         self.context_length = min(info["max_req_input_len"] for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):

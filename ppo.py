@@ -9,22 +9,23 @@ Here pi_theta is the policy that the optimizer changes, and A is the advantage o
 Standard PPO has only one old policy: it clips around the policy that sampled the data. If the data
 is stale, this policy is several versions old, but the clip still keeps pi_theta close to it.
 Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead. The weight w,
-which has no gradient, corrects for sampling from pi_behav. Where data is fresh, pi_prox is
-pi_behav, w is 1, and J is the objective of standard PPO.
+which has no gradient, corrects for the fact that pi_behav sampled the token, not pi_prox. Where
+data is fresh, pi_prox is pi_behav, w is 1, and J is the objective of standard PPO.
 
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 If a token's w exceeds `behave_imp_weight_cap`, its term in J is 0, but the mean still counts the
-token. This cap limits the variance of the gradient, but adds a bias. The clip limits what a token
-can gain, but not what it can lose. If A < 0 and u is large, the minimum in J is u A, so one token
-can dominate the step. With `c_clip` (dual clip), this minimum is at least c_clip A.
+token. This cap limits the variance of the gradient, but adds a bias. The clip limits how far a
+token's term can rise, but not how far it can fall. If A < 0 and u is large, the minimum in J is
+u A, so one token can dominate the step. With `c_clip` (dual clip), the minimum is at least
+c_clip A.
 
 The advantage of a turn with final reward R is A = (R - mean) / std. By default, mean and std are
-those of the turn's cell: all turns of its group with the same number, such as all second turns. All
-tokens of a turn get its A. There is no critic.
+taken over the turn's **cell**: the turns of its group that have the same turn_id. For example, the
+second turns of a group's episodes form a cell. All tokens of a turn get its A. There is no critic.
 
-`actor.loss` and `actor.advantages` may name other functions with the same arguments
+The keys `actor.loss` and `actor.advantages` may name other functions with the same arguments
 (extras/losses.py, extras/advantages.py).
 
 Shapes: a batch has padded rows of T tokens, N trained turns and M trained tokens.
@@ -63,10 +64,10 @@ def ppo_actor_loss_fn(
     """Return the loss -J and its metrics. All per-token tensors have one shape, (rows, T) or flat.
 
     `logp`, `prox_logp` and `old_logp` are log pi_theta, log pi_prox and log pi_behav. In standard
-    PPO, `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are ignored, even NaN.
-    `denominator` is the number of trained tokens in the whole mini-batch, so the losses of its
-    pieces add up to its loss. `sequence_ids`, the row of each token, is for the variants in
-    extras/losses.py.
+    PPO, `prox_logp` and `old_logp` are equal. Values outside `loss_mask` are ignored, even NaN. The
+    tensors hold one piece of a mini-batch. `denominator` is the number of trained tokens in the
+    whole mini-batch, so the losses of the pieces add up to the mini-batch's loss. `sequence_ids`,
+    the row of each token, is for the variants in extras/losses.py.
     """
     mask = loss_mask.bool()
     A = torch.where(mask, advantages, 0.0)
@@ -104,7 +105,7 @@ def number_turns(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def find_cells(level: str, groups: Tensor, turn_ids: Tensor) -> Tensor:
-    """Return the index of each turn's cell, (N,)."""
+    """Return the index of each turn's cell, (N,). With level "batch", a cell spans all groups."""
     group = groups if level == "group" else torch.zeros_like(groups)
     return torch.unique(torch.stack([group, turn_ids]), dim=1, return_inverse=True)[1]
 
@@ -115,7 +116,7 @@ def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
 
 
 def cell_std(x: Tensor, cell: Tensor) -> Tensor:
-    """Replace each entry of x (N,) by its cell's standard deviation + 1e-5, or by 1 if it is 0."""
+    """Replace each entry of x (N,) by its cell's std + 1e-5, or by 1 if the std is 0."""
     # s^2 = sum (x - mean)^2 / (n - 1)
     squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())  # (cells,)
     variance = (squares / (torch.bincount(cell) - 1).clamp(min=1))[cell]  # (N,)

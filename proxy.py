@@ -11,14 +11,14 @@ Example: the model has answered "hello" with "Hi!", and the agent makes a second
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
 1. calls/messages.py reads three messages and a temperature, and calls/turn.py enters the call in
-   the tree of cache.py, as a child of the first call.
+   the tree of calls (cache.py), as a child of the first call.
 2. calls/prompts.py keeps the tokens of the first call, and renders only what follows:
    \n<|im_start|>user\nmore<|im_end|>\n and the beginning of the next answer.
 3. engine.py gets the answer's tokens, calls/tools.py finds tool calls, and calls/replies.py writes
    the reply.
 
-**Addresses.** An agent needs either its session's URL, with or without `/v1`, or the session's id
-as its API key. Paths marked (admin) need the admin key:
+**Addresses.** Every episode has a session. An agent needs either its session's URL, with or without
+`/v1`, or the session's id as its API key. Paths marked (admin) need the admin key:
 
     POST /grant_capacity (admin)              let one more session start: the gate has admitted it
     POST /rl/start_session (admin)            {task_id, sampling, compaction}: use a grant
@@ -150,7 +150,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # an empty frame; an early error is raised here, so it gets a status
+        await anext(frames)  # an empty frame; errors before this frame get an HTTP status
         return EventStream(frames)
 
     async def answer(self, turn: Turn) -> tuple[Message, ModelResponse]:
@@ -162,7 +162,7 @@ class Proxy:
             prompt = await asyncio.to_thread(self.prompts.prompt, turn.interaction)
         else:
             prompt = self.prompts.prompt(turn.interaction)
-        # The prompt may end with the answer's beginning: a <think>, or part of a forced call.
+        # The prompt may end with the answer's beginning: a <think>, or part of a forced tool call.
         begun = THINK if self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THINK) else ""
         if forced := opening(ask.tool_choice, tools, begun, self.parser):
             prompt += self.prompts.encode(forced)

@@ -1,13 +1,13 @@
 """The staleness gate: how many prompt groups may start, and how old they can get.
 
 A group starts under one policy version, and a step consumes it at the same or a later one. The
-**lag** of a token is its step's version minus the version that sampled it. The **age** of a group
-is the lag of its oldest trained token, and `head_version` is that token's version. No age may
-exceed eta (`max_head_offpolicyness`). With eta = 0, training is synchronous.
+**lag** of a token is the version at which a step consumes it, minus the version that sampled it.
+The **age** of a group is the lag of its oldest trained token, and `head_version` is that token's
+version. No age may exceed eta (`max_head_offpolicyness`). With eta = 0, training is synchronous.
 
 **The gate.** A step consumes B groups. At version v there are (eta + v + 1) B places, and a group
-starts only while one is free. Every running group holds a place, and so does every group accepted
-since the run began:
+starts only while a place is free. Every running group holds a place, and so does every group
+accepted since the run began:
 
     enqueued -> running -> accepted   (keeps its place even when consumed; a new version adds B)
                         -> rejected   (gives its place back; a failed group counts as rejected)
@@ -22,17 +22,17 @@ rollout/dispatcher.py applies a second rule, which `rollout.stale` names:
 
 - **wait** (default) takes the groups that started first. *Proof* that no age exceeds eta: number
   the groups that keep their places, in order of start. When group p starts, at version s, groups 1
-  to p hold places, so p <= (eta + s + 1) B. Step k runs at version k - 1, so step ceil(p / B) takes
-  p at version ceil(p / B) - 1 <= eta + s. No token of p is older than s, because no server lags
-  behind the others (inference/servers.py).
+  to p hold places, so p <= (eta + s + 1) B. Step k takes the next B groups at version k - 1, so p
+  is taken at version ceil(p / B) - 1 <= eta + s. No token of p is older than s, because all servers
+  have version s when p starts (inference/servers.py).
 - **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
-  tokens with a lag above eta from the loss, and drops a group with no trained tokens left. Few are
-  dropped: if a group ends at version f, its tokens of f are never too old. *Proof:* number the
-  groups in order of finish. When p ends, p <= (eta + f + 1) B, so p is taken by version eta + f.
+  tokens with a lag above eta from the loss, and drops groups with no trained token left. If a group
+  ends at version f, its tokens of version f are never too old, so few groups are dropped. *Proof:*
+  number groups as they end. When p ends, p <= (eta + f + 1) B, so p is taken by version eta + f.
 - **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 
 The proofs assume that every step consumes B groups, and that versions never fall. Otherwise a group
-can be too old, and the age check raises StalenessError.
+can be too old, and `check_age` raises StalenessError.
 """
 
 from dataclasses import dataclass, field, replace
@@ -72,9 +72,10 @@ class StalenessManager:
 
         capacity = min(max_concurrent - running, (eta + v + 1) B - (accepted + running))
 
-        The gate never deadlocks. Suppose the trainer waits at version v and no group runs. Then v B
-        consumed groups hold places. Unconsumed groups hold at most B - 1 places, because B of them
-        would end the wait. So at least (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
+        The gate never deadlocks. Suppose the trainer waits at version v and no group runs. The v B
+        groups that the first v steps consumed hold places. Unconsumed groups hold at most B - 1
+        places, because B of them would end the wait. So at least
+        (eta + v + 1) B - v B - (B - 1) = eta B + 1 places are free.
         """
         version = self.version_provider.get_version()
         stat = self._stat

@@ -6,7 +6,7 @@
     python train.py mode=eval model_path=DIR           evaluate an agent, without training
     torchrun --nproc-per-node=4 train.py ...           train on four GPUs
 
-`start_rollout` makes the parts that generate, in the order in which data flows. `train_step` shows
+`start_rollout` makes the parts that generate: engine, proxy, gate and executor. `train_step` shows
 the batch and its shapes, the three policies, the update and the push of the weights. The object
 `run` (run/start.py) holds the configuration, inputs and processes, and what this file makes:
 engine, executor, actor and ref. Callbacks (extras/) observe the run: `run.call("on_step", metrics)`
@@ -178,7 +178,7 @@ class PPOTrainer:
         version = step - 1
         begun = monotonic()
 
-        # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks. The
+        # 1. Rank 0 waits for the next B prompt groups, and gives their rows to all ranks. Its
         #    request passes through actor, engine, executor (rollout/executor.py) and dispatcher.
         #    No trained token is more than eta versions old. The shapes:
         #        input_ids, loss_mask, versions, turn_ids               (rows, T) int32

@@ -16,11 +16,12 @@ if it sent its rewards over HTTP. If no completion has a reward, the episode is 
 **Where agents run.** In mode inline all episodes share one agent object, so `run` must keep an
 episode's state in local variables. All episodes also share one event loop, so a blocking call
 (time.sleep, a synchronous client) delays every episode. In mode subproc each running episode has a
-process to itself, so the agent may block, but it must be picklable.
+process to itself, so the agent may block. The agent must be picklable, because the process gets a
+copy of it.
 
-**Groups.** The members of a group run at the same time, each with its own copy of the sample.
-Example: of four members one raises, one returns None and two make a row each, so the group has two
-rows. If all members raise, the group raises.
+**Groups.** The members of a group are episodes that run at the same time, each with its own copy of
+the sample. Example: of four members one raises, one returns None and two make a row each, so the
+group has two rows. If all members raise, the group raises.
 
 **Seeds.** A request's sampling seed is a hash of the run's seed, the episode's name (task and
 member) and the number of the call in its session. An agent's own seed replaces the run's seed in
@@ -99,8 +100,8 @@ class RolloutWorkflow:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Join the turns of a conversation in one row [1, L]. Each turn's prompt must begin with the
-    prompt and answer of the turn before. Every turn gets `reward`."""
+    """Join the turns of a conversation in one row (1, L) of L tokens. Each turn's prompt must begin
+    with the prompt and answer of the turn before. Every turn gets `reward`."""
     calls = [
         Interaction([], model_response=x, reward=reward, turn_id=k) for k, x in enumerate(turns)
     ]
@@ -146,9 +147,9 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Sample answers until one has a positive reward. Between two answers, the user says
     `reflection_message`.
 
-    The conversation also ends after `max_turns` answers, or when the context is full. After k
-    answers every turn gets the reward of the last answer, times turn_discount^(k-1). (The key
-    rollout.openai.turn_discount is another discount, which only agents use.)
+    The conversation also ends after `max_turns` answers, or when the context is full. If it ends
+    after k answers, every turn gets the reward of the last answer, times turn_discount^(k-1). (The
+    key rollout.openai.turn_discount is another discount, which only agents use.)
     """
 
     max_turns: int = 3
@@ -176,7 +177,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
 @dataclass(eq=False)
 class OpenAIProxyWorkflow(RolloutWorkflow):
-    """Run an agent in a session of the proxy, set its rewards, and export the interactions."""
+    """Run an agent in a session of the proxy, set the rewards that it returns, and export the
+    interactions."""
 
     agent: Any
     proxy_addr: str

@@ -1,4 +1,4 @@
-"""A workflow starts, rewards and exports a session over HTTP.
+"""With this client, a workflow starts, rewards and exports a session of the proxy over HTTP.
 
     client = OpenAIProxyClient(Servers(proxy_addr, admin_key), task_id)
     await client.grant_capacity()
@@ -47,14 +47,14 @@ agents_client = PerLoop(AgentsClient, openai.DefaultAioHttpClient.aclose)
 
 
 class OpenAIProxyClient:
-    """The client of one session at `proxy`. `options` are sent when the session starts. A failed
-    request raises EngineError."""
+    """The client of one session at `proxy`. `options`, such as the session's sampling, are sent
+    when the session starts. A failed request raises EngineError."""
 
     def __init__(self, proxy: Servers, task_id: str, **options: Any) -> None:
         self._proxy = proxy
         self._start = {"task_id": task_id, **options}
         self.session_id = self.api_key = ""
-        self.rewarded_count = 0  # set when the session ends
+        self.rewarded_count = 0  # finished calls with a reward; set when the session ends
 
     @property
     def session_url(self) -> str:
@@ -62,7 +62,7 @@ class OpenAIProxyClient:
         return f"{self._proxy.addresses[0]}/{self.session_id}/v1"
 
     async def grant_capacity(self) -> int:
-        """Allow the proxy to start one more session."""
+        """Allow the proxy to start one more session. Return how many it may start now."""
         return (await self._post("/grant_capacity"))["capacity"]
 
     async def __aenter__(self) -> Self:
@@ -87,7 +87,8 @@ class OpenAIProxyClient:
     async def export_interactions(
         self, discount: float = 1.0, style: str = "individual"
     ) -> dict[str, Interaction]:
-        """The proxy forgets the session after the export."""
+        """Return the interactions that become rows, by id and with final rewards. The proxy then
+        forgets the session."""
         options = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = await self._post("/export_trajectories", **options)
         exported = answer["interactions"]

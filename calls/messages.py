@@ -1,28 +1,28 @@
 """Bring requests of three protocols into one form.
 
-`read_request` turns a JSON body into an AgentRequest. The messages have the form that chat
-templates and the tree (cache.py) read:
+`read_request` turns a JSON body into an AgentRequest. Its messages have the form that chat
+templates and the tree of calls (cache.py) read:
 
     {"role": "assistant", "content": "Let me see.", "tool_calls":
      [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 **Three protocols.** A conversation is a list of messages, whose content is a text or a list of
-blocks. In the Responses protocol, tool calls and their results are separate items. Each block or
-item is read as a small message, and small messages that belong together are joined. Reasoning is
-dropped, except `reasoning_content`, which templates may read.
+blocks. In the Responses protocol, the list also holds each tool call and each result as an item of
+its own. Each block or item is read as a small message, and small messages that belong together are
+joined. Reasoning is dropped, except `reasoning_content`, which templates may read.
 
 **Equal messages.** A client repeats an earlier reply in its next call, but may write null for "", a
-list of parts for a string, or other white space in a call's JSON. So the tree compares only role,
-text, calls (id, name, arguments) and a result's id (`canonical`). In a system message, text that
-matches VOLATILE is ignored, because some clients change it with every call.
+list of parts for a string, or other white space in a tool call's JSON. So the tree compares only
+role, text, tool calls (id, name, arguments) and a result's id (`canonical`). In a system message,
+text that matches VOLATILE is ignored, because some clients change it with every call.
 
 **References.** A call may send an id in place of the history (`previous_response_id`) or in place
-of an item (`item_reference`). `find` looks the id up in the session.
+of an item (`item_reference`). The argument `find` looks the id up in the session.
 
 **Parameters** in UNSUPPORTED are refused, and unknown ones are ignored. Images, files and unknown
-blocks become PLACEHOLDER. A refusal would end the chat, because clients repeat the blocks in every
-call.
+blocks become PLACEHOLDER. A refusal of such a block would end the chat, because clients repeat it
+in every call.
 """
 
 import contextlib
@@ -53,7 +53,8 @@ UNSUPPORTED = (
 ALSO_READ = ("name", "reasoning_content")  # what templates may read, but the tree does not compare
 # Claude Code's fingerprint of a call: "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 VOLATILE = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\s]*;)+")
-# An unsupported parameter with one of these values, or empty, has no effect and is accepted.
+# An unsupported parameter that is empty or has one of these values is accepted, because it has no
+# effect.
 NEUTRAL: Any = ("none", "auto", ["text"], {"type": "create"})
 SAME = "temperature top_p top_k seed stop stop_token_ids frequency_penalty presence_penalty"
 # the protocols' names -> fields of CallParameters
@@ -79,7 +80,8 @@ class AgentRequest:
 
 
 def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequest:
-    """`history` is the field that holds the conversation."""
+    """Return the call that `body` describes. `history` is the field of `body` that holds the
+    conversation. Raises Refusal for a wrong body."""
     write_json(body, "body")  # refuses a body that is nested too deeply
     for name in UNSUPPORTED.split():
         if body.get(name) and body[name] not in NEUTRAL:
@@ -104,7 +106,7 @@ def read_request(body: Json, find: Find, history: str = "messages") -> AgentRequ
     return AgentRequest(
         messages,
         model=get(body, "model", str) or "default",
-        # A schema's grammar would rule out tool calls.
+        # With tools, a schema is ignored, because its grammar would rule out tool calls.
         sampling=_sampling(body) | (form if not tools or choice == "none" else {}),
         tools=tools,
         tool_choice=choice,
@@ -136,7 +138,7 @@ def canonical(message: Message) -> tuple[Any, ...]:
 
 
 def with_texts(message: Message) -> Message:
-    """A copy in which the arguments of calls are text, as in OpenAI's API."""
+    """Return a copy in which the arguments of tool calls are text, as in OpenAI's API."""
     message = copy.deepcopy(message)
     for function in (call["function"] for call in message.get("tool_calls", ())):
         if not isinstance(function["arguments"], str):
@@ -151,8 +153,9 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
             item = _referred(item, find)
         for k, piece in enumerate(_pieces(item, where)):
             last: Message = messages[-1] if messages else {"role": ""}
-            # Join an item's pieces if they have the same role, except results of tools. Join two
-            # assistant items in a row if the second is a call or the first is empty.
+            # Join the pieces of one item if they have the same role, except results of tools. Join
+            # two adjacent items of the assistant if the second is a tool call, or if the first is
+            # empty (as when its reasoning was dropped).
             is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
             may_join = k > 0 or (is_more and piece["role"] == "assistant")
             if may_join and last["role"] == piece["role"] != "tool":
@@ -168,8 +171,8 @@ def _messages(body: Json, name: str, find: Find) -> list[Message]:
 
 
 def _pieces(item: Json, where: str) -> Iterator[Message]:
-    """Yield a small message for each block and call of an item. The content of a small message is a
-    list of at most one text."""
+    """Yield a small message for each block and tool call of an item. The content of a small message
+    is a list of at most one text."""
     role, content = item.get("role"), item.get("content") or item.get("refusal") or ""
     if role not in ROLES:
         yield _piece(item | {"type": "tool_result"} if role == "tool" else item, "", where)
@@ -198,7 +201,7 @@ def _piece(block: Any, role: str, where: str) -> Message:
 
 
 def _call(raw: Any, where: str) -> Message:
-    """Arguments that are not JSON stay text."""
+    """Return a small message that holds one tool call. Arguments that are not JSON stay text."""
     function = as_object(as_object(raw, where).get("function", raw), where)
     call_id, name = raw.get("call_id", raw.get("id")), function.get("name")
     arguments = function.get("arguments", function.get("input"))
@@ -226,7 +229,8 @@ def _text(content: Any, where: str) -> str:
 
 
 def _referred(reference: Json, find: Find) -> Json:
-    """The item fc_<x>_0 is in the reply resp_<x>."""
+    """Return the item that a reference names. The item fc_<x>_0, for example, is in the reply
+    resp_<x>."""
     item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = {item["id"]: item for item in found.reply["output"]} if found and found.reply else {}
@@ -272,7 +276,7 @@ def _schema(form: Json) -> Json:
 
 
 def _tools(body: Json) -> list[Json]:
-    """Tools that are not functions, such as web_search, are ignored."""
+    """Return the tools that are functions. Others, such as web_search, are ignored."""
     tools = []
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, "function") and "input_schema" not in raw:
@@ -295,8 +299,8 @@ def names_of(tools: list[Json]) -> list[str]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """`raw` is a word, or a dict such as {"type": "any"}, {"type": "tool", "name": "f"} or {"type":
-    "function", "function": {"name": "f"}}."""
+    """Return auto, none, required or a tool's name. `raw` is a word, or a dict such as {"type":
+    "any"}, {"type": "tool", "name": "f"} or {"type": "function", "function": {"name": "f"}}."""
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name") or raw.get("type")

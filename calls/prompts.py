@@ -1,28 +1,28 @@
 r"""Turn messages into prompt tokens, and output tokens into text.
 
-If the template permits it, no turn is tokenised twice. The prompt of a turn with a parent is
+If the chat template permits it, no turn is tokenised twice. The prompt of a turn with a parent is
 
     prompt of the parent + output of the parent + tail
 
-where the tail is what the chat template writes between two answers:
+where the tail is what the template writes between two answers:
 
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 To find the tail, we render the stub [user "x", assistant SENTINEL] and the new messages. The tail
-is the text after SENTINEL. If the output already has the tail's end mark, the mark is not repeated.
-No answer is rendered again, so we train on one sequence, and no answer loses its reasoning.
+is the text after SENTINEL, without the answer's end mark if the output already has it, as above. No
+answer is rendered again, so all turns form one sequence, and no answer loses its reasoning.
 
 The tail may be used only if it depends on the new messages alone. `PromptBuilder` tests this with a
 user's message and with a tool's result. If the user's message fails, every prompt is rendered
-whole. If only the tool's result fails, prompts with new results are rendered whole. A turn that
-changes the tools is always rendered whole.
+whole. If only the tool's result fails, prompts with new results are rendered whole. A prompt with
+other tools than its parent's is always rendered whole.
 
 A template may refuse a conversation, or drop a text. Then `stricter` offers the same texts in other
 forms, such as one system message instead of two.
 
-A tool's result that holds the text of a control token, such as <|im_end|>, could forge a turn. So
-`_disarm` puts BREAK into the texts of control tokens, except in what an assistant wrote.
+A tool's result that holds the text of a control token, such as <|im_end|>, could forge a message.
+So `_disarm` puts BREAK into the texts of control tokens, except in what an assistant wrote.
 """
 
 import functools
@@ -67,7 +67,8 @@ class PromptBuilder:
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """SPLICED means that the text of `new` does not depend on the history."""
+        """Say how prompts get the message `new` after `answer`. SPLICED means that its text does
+        not depend on the history."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:
@@ -78,7 +79,8 @@ class PromptBuilder:
         return "are rendered with the whole history"
 
     def prompt(self, call: Interaction) -> list[int]:
-        """Raises Refusal if the template refuses the messages."""
+        """Return the tokens of a call's prompt. Raises Refusal if the template refuses the
+        messages."""
         variables = dict(call.template_kwargs)
         if call.tools:
             variables["tools"] = self._disarm(call.tools)
@@ -142,8 +144,8 @@ class PromptBuilder:
         return [one(token, token) for part in text.split(BREAK) for token in self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
-        # For a short text, the tokenizer's Rust part takes half the time of `encode`. We use it
-        # unless the tokenizer's settings were changed.
+        # For a short text, the tokenizer's Rust part takes half the time of `encode`. We use the
+        # Rust part unless the tokenizer's settings were changed.
         rust = getattr(self._tokenizer, "backend_tokenizer", None)
         if rust and not (rust.truncation or rust.padding or rust.encode_special_tokens):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -179,7 +181,7 @@ def merge(messages: list[Message]) -> list[Message]:
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """Give every call a message of its own, followed by the call's result."""
+    """Give every tool call a message of its own, followed by the call's result."""
     single: list[Message] = []
     waiting: list[Message] = []  # calls whose results come later
     for message in messages:
@@ -195,7 +197,7 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def short_ids(messages: list[Message]) -> list[Message]:
-    """Give calls nine-digit ids, as Mistral's templates require."""
+    """Give tool calls and their results nine-digit ids, as Mistral's templates require."""
 
     def shorten(item: Message, key: str) -> Message:
         return item | {key: f"{zlib.crc32(str(item.get(key)).encode()):09d}"[-9:]}
@@ -210,9 +212,9 @@ def short_ids(messages: list[Message]) -> list[Message]:
 
 
 def check_texts(messages: Iterable[Message], rendered: str) -> None:
-    """Raise Refusal unless the rendered prompt contains every text. The text may be escaped as
-    JSON, and an assistant's reasoning may be missing. Calls are not checked, because the template
-    of tasks/base_model.py writes none."""
+    """Raise Refusal unless the rendered prompt contains the text of every message. A text may be
+    escaped as JSON, and an assistant's reasoning may be missing. Tool calls are not checked,
+    because the template of tasks/base_model.py does not write them."""
     texts = [
         m["content"].rpartition("</think>")[2] if m["role"] == "assistant" else m["content"]
         for m in messages
@@ -237,8 +239,8 @@ def read_text(
     begun: str = "",
     keep_special: bool = False,
 ) -> str:
-    """Return an answer's text up to its end mark or the first stop string. `begun` is the beginning
-    of the answer that the prompt already holds. Unless `keep_special` is set, special tokens other
+    """Return an answer's text up to its end mark or the first stop string. `begun` is the answer's
+    beginning, if the prompt already holds it. Unless `keep_special` is set, special tokens other
     than MARKS are dropped."""
     if tokens and tokens[-1] in gconfig.stop_token_ids:
         tokens = tokens[:-1]

@@ -2,16 +2,16 @@
 
 `render` makes the body of the whole reply. `stream` turns this body into events, from which an SDK
 rebuilds the body. A stream begins with `opening`. Until the answer is complete, `progress` is sent
-every few seconds, because clients otherwise time out. The columns show what `opening`, `progress`
-and `stream` send:
+every few seconds, because clients would otherwise time out. The three columns show what `opening`,
+`progress` and `stream` send:
 
     chat completions  role | empty delta | reasoning, text and calls, finish_reason, [DONE]
     Responses         created | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
-All ids of a reply share a suffix <x>. In the reply resp_<x>, the first call is the item fc_<x>_0,
-and the text is the item msg_<x>. Only chat completions show the model's reasoning. In the other two
-protocols, the vendors hide it by default.
+All ids of a reply share a suffix <x>. In the reply resp_<x>, the first tool call is the item
+fc_<x>_0, and the text is the item msg_<x>. Only chat completions show the model's reasoning. The
+other two protocols leave it out, because their vendors hide it by default.
 
 Clients need the fields role, index, usage and created_at. They accept no null, except as `content`
 beside tool calls. Anthropic's events need an `event:` line.
@@ -225,7 +225,8 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def write_event(data: Json, number: int) -> bytes:
-    """The event is ASCII, because some clients take U+2028 for the end of a line."""
+    """Write one event of a stream. The event is ASCII, because some clients take U+2028 for the end
+    of a line."""
     kind = data.get("type", "")
     numbered = {"sequence_number": number} if kind.startswith("response.") else {}
     name = f"event: {kind}\n" if kind else ""

@@ -10,15 +10,16 @@ Sessions never expire. A session's calls are kept in memory and exported in one 
 number and size are limited.
 
 **Links.** A call's reward also reaches the answers that the call has read (cache.py). A call reads
-the answer that it continues. A call may also read a summary of a long history, or a sub-agent's
-report. So a call has also read every answer that stands whole in its new messages. The header
-x-pocket-areal-reads can name further calls whose answers were read.
+the answer that it continues. A call may also quote the answer of another call, such as a summary of
+a long history or a sub-agent's report. So a call has also read every answer that stands whole in
+its new messages. The header x-pocket-areal-reads can name further calls whose answers were read.
 
 **Side conversations** are calls that a client makes for itself, for example to title the chat.
 Unless the agent rewards them by id, they get no reward and are left out of the loss. A call looks
 like a side conversation if it has no tools and no parent, and its first message matches SIDE. Calls
-with the same first message are judged together: all of them must look like side conversations. If
-every call of a session looks like a side conversation, none counts as one.
+with the same first message are judged together: if one of them does not look like a side
+conversation, none of them is one. If every call of a session looks like a side conversation, none
+counts as one.
 """
 
 import functools
@@ -63,7 +64,7 @@ class Session:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
 
     def receive(self, size: int) -> None:
-        """Raises Refusal if the session has ended or is full."""
+        """Count `size` more bytes of a body. Raises Refusal if the session has ended or is full."""
         self.check_open()
         self.size += size
         if self.size > MAX_BYTES or self.calls >= MAX_CALLS:
@@ -82,8 +83,8 @@ class Session:
     # ---- calls
 
     def enter(self, call: Interaction, named: Iterable[str] = ()) -> None:
-        """Add a call to the tree, and find what it reads. Raises Refusal for an unknown id in
-        `named`."""
+        """Add a call to the tree, and find the answers that it has read. `named` holds the ids in
+        the call's header. Raises Refusal if one of them is unknown."""
         read = [self.cache.find(name, "x-pocket-areal-reads") for name in named]
         self.cache.enter(call)
         self._link(call, read)
@@ -100,16 +101,17 @@ class Session:
             self.agent_digests.add(call.first_digest)
 
     def _link(self, call: Interaction, named: list[Interaction]) -> None:
-        """Find what `call` has read besides its parent. Its header names the calls in `named`, and
-        its new messages may contain the answers of `leaves`. If one of the calls found has read
-        another, only the reader is kept.
+        """Find what `call` has read besides its parent. The call's header names the calls in
+        `named`, and its new messages may contain the answers of `leaves`. If one of the calls found
+        has read another, only the reader is kept.
 
             history - [summary]            user: the summary - [call]       call reads summary
             [parent] calls a tool - tool: the report - [call]               call reads report
                  user: the task - [first] - ... - [report]                  first reads parent
 
         Brackets mark calls. In the last two lines, the parent's tool is a sub-agent, which writes
-        the report. So the sub-agent's first call reads the parent.
+        the report. The sub-agent got its task from the parent's answer, so its first call reads the
+        parent.
         """
         parent = call.parent
         start = len(parent.conversation) if parent else 0
@@ -145,8 +147,8 @@ def looks_like_side(call: Interaction) -> bool:
 
 
 def count_shared(new: list[Message], old: list[Message]) -> int:
-    """Count the equal messages at the beginning. The older call's prompt already held these
-    messages, so they cannot quote the older call's answer."""
+    """Count the equal messages at the beginning of both lists. The older call has sent these
+    messages itself, so they cannot quote its answer."""
     equal = (a == b or canonical(a) == canonical(b) for a, b in zip(new, old))
     return sum(itertools.takewhile(bool, equal))
 
@@ -157,7 +159,7 @@ def unread(calls: list[Interaction]) -> list[Interaction]:
 
 
 def needle(output: Message) -> str:
-    """A call has read this answer if it contains the returned text: the id of the answer's first
+    """Return what a later call must contain to have read this answer: the id of the answer's first
     tool call or, without tool calls, the answer's text. If the text has a <summary>, only the
     summary counts, because Claude Code cuts away the rest."""
     if calls := output.get("tool_calls"):

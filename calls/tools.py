@@ -48,8 +48,9 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool) -> tuple[str, str]:
-    """Return the reasoning and the text after it. If an answer has `ended` without </think>, all of
-    it is text, because the model has skipped the reasoning."""
+    """Return the reasoning and the text after it. If the answer has `ended` by itself, not at a
+    token limit, and has no </think>, all of it is text, because the model has skipped the
+    reasoning."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text

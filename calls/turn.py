@@ -1,4 +1,4 @@
-"""Answer an agent's call, from its entry into the tree to the last byte of the reply.
+"""Answer an agent's call, from its entry into the tree (cache.py) to the last byte of the reply.
 
 A call enters the tree, its answer is generated and stored there, and only then is the reply sent.
 So an agent can continue or reward the call as soon as the reply arrives.
@@ -95,7 +95,7 @@ class Turn:
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
         """Yield a future that is done when the client hangs up."""
-        hangup = asyncio.ensure_future(request.receive())  # can receive only a disconnect
+        hangup = asyncio.ensure_future(request.receive())  # only a hang-up can come after the body
         self.listeners += 1
         try:
             yield hangup
@@ -113,7 +113,7 @@ class Turn:
         return bool(done)
 
     def result(self) -> Json:
-        """Raises Refusal or EngineError if there is no reply."""
+        """Return the reply. Raises Refusal or EngineError if there is none."""
         if self.session.ended or self.task.cancelled() or not self.task.done():
             raise Refusal("call: its session has ended, or its caller has hung up", 410)
         return self.task.result()

@@ -1,7 +1,8 @@
 """Draw the figures of the pages, docs/*.svg, from numbers that the repository keeps.
 
-`python docs/figures.py` draws every figure again. With an option, it first reads new numbers into
-docs/figures.json:
+`python docs/figures.py` draws every figure again. With an option of the list below, the script
+first reads new numbers into docs/figures.json. The list also says what the numbers of each figure
+are:
 
     front.svg        --run RUN                 times of a run's first steps
     straddle.svg     --answers RUN             answers that weight updates interrupted
@@ -77,8 +78,8 @@ def colour(version: int) -> str:
 
 
 def read_answers(run: Path, count: int) -> list[list[Any]]:
-    """Choose the `count` answers that the most versions sampled, at most one per step. Each is
-    [step, [[version, number of tokens], ...], reward]."""
+    """Return the answers whose tokens have the most versions: `count` answers, at most one per
+    step. Each is [step, [[version, number of tokens], ...], reward]."""
     from safetensors.torch import load_file
 
     found = []
@@ -102,8 +103,8 @@ def read_run(run: Path, steps: int) -> Run:
     """Return the times of a finished run's first steps, in seconds after the first group's start.
 
     groups: [begin, end] of each prompt group
-    waits, trains, updates: [begin, end] of this phase in each step
-    trained: {version: number of tokens} of each step's batch
+    waits, trains, updates: [begin, end] of each step's wait, training and weight update
+    trained: {version: number of sampled tokens} of each step's batch
     """
     from safetensors.torch import load_file
 
@@ -156,7 +157,8 @@ def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
 def draw_panel(
     run: Run, top: float, scale: Callable[[float], float], until: float
 ) -> tuple[Parts, float]:
-    """Return the SVG elements and the y coordinate of their lower end."""
+    """Draw a run's groups, and the trainer below them, from the y coordinate `top` downwards.
+    Return the SVG elements and the y coordinate of their lower end."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
     count = 1 + max(lane for lane, _, _ in placed)
@@ -205,7 +207,7 @@ def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Part
 
 
 def draw_front(data: dict[str, Any]) -> str:
-    run, until = data["run"], data["run"]["updates"][5][1]  # so no two versions share a colour
+    run, until = data["run"], data["run"]["updates"][5][1]  # six versions, each with its own colour
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
     words = "A bar is a prompt group. Its colour is the policy version that samples."

@@ -3,10 +3,11 @@
 The run has eta = 1, one group in a batch, four games in a group and two steps. The tour shows the
 second group, on which step 2 trains.
 
-In an ordinary run the update comes at any moment. Here the update always comes between the first
-and later turns of the second group, because PacedAgent holds groups back. The first group ends only
-after the second group's first turns. The second group's later turns wait for the third group, which
-starts after the update. With fixed seeds, all tours on one machine show the same numbers.
+In an ordinary run a weight update comes at any moment. Here the first update always comes between
+the first and later turns of the second group, because PacedAgent holds groups back. The first
+group, on which step 1 trains, ends only after the second group's first turns. The second group's
+later turns wait for the third group, which starts after the update. With fixed seeds, all tours on
+one machine show the same numbers.
 """
 
 import asyncio
@@ -61,7 +62,8 @@ def read_gate(executor: Any) -> dict[str, int]:
 
 
 def train_two_steps(*words: str) -> dict[str, Any]:
-    """Return the states of the gate, and the second group's games as tensors (4, T) or (4,)."""
+    """Return the states of the gate, the second group's games as tensors (4, T) or (4,), the
+    configuration and the tokenizer. `words` are further keys, such as "seed=2"."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = PPOTrainer(load([*KEYS.split(), *words, f"fileroot={folder}"])[0])
         config = trainer.config

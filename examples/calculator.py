@@ -1,10 +1,9 @@
 """The task of the example agents, and a tiny base model for this task. One core trains the model in
 seconds.
 
-The agent computes ( a + b ) * c and writes a sentence with the result. An episode has three turns.
-An agent calls the tool add, then multiply with the sum, and then answers. A coding agent has only a
-shell (exec_command in Codex, bash in opencode, Bash in Claude Code), and runs `expr 1 + 2` and
-`expr 3 '*' 3`.
+The agent computes ( a + b ) * c in three turns: it calls the tool add, then the tool multiply with
+the sum, and then answers in a sentence. A coding agent has only a shell (exec_command in Codex,
+bash in opencode, Bash in Claude Code), and runs `expr 1 + 2` and `expr 3 '*' 3` instead.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)           tool: 3
                             assistant: multiply(3, 3)      tool: 9
@@ -14,8 +13,9 @@ Every word is one token of the model (tasks/base_model.py). From correct convers
 model learns to copy numbers from the question and from the tools' results. Its tool calls have the
 format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. A word outside
 the model's vocabulary becomes the unknown token. The tokenizer keeps only the last 12 words of a
-message, because the instructions of a coding agent have thousands of words. The base model already
-solves the task. So the examples only show that training can use each framework's conversations.
+message, because the instructions of a coding agent have thousands of words, and the model's context
+has only 512 tokens. The base model already solves the task. So the examples only show that training
+can use each framework's conversations.
 
     python -m examples.calculator .cache/calculator        # make the model's folder
 """

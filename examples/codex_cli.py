@@ -1,7 +1,7 @@
 """An agent with Codex (https://github.com/openai/codex), a coding agent that runs shell commands.
 
 Codex's sandbox cannot start in many containers, so it is turned off here. During training, run a
-coding agent in its own container.
+coding agent in its own container instead.
 """
 
 from examples.node_agent import BIN, run_process

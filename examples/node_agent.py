@@ -1,4 +1,4 @@
-"""Run a program as an agent, such as a coding agent, in its own process.
+"""Run a program, such as a coding agent, as an agent in its own process.
 
 `make agents` installs the programs of the examples into the folder examples/node. Each process has
 a new, empty home directory, so that the agent uses neither your own settings nor the files of

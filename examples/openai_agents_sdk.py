@@ -1,6 +1,6 @@
 """An agent with the OpenAI Agents SDK (https://openai.github.io/openai-agents-python).
 
-It calls the Responses API.
+The agent calls the Responses API.
 """
 
 from agents import Agent as SDKAgent

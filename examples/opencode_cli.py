@@ -1,6 +1,6 @@
 """An agent with opencode (https://opencode.ai), a coding agent that runs shell commands.
 
-opencode has no sandbox. During training, run a coding agent in its own container. opencode also
+opencode has no sandbox. So during training, run a coding agent in its own container. opencode also
 asks the model for the conversation's title, in a call without a reward (calls/sessions.py).
 """
 

@@ -7,9 +7,10 @@ The key `callbacks` names classes such as extras.doctor.Doctor. A run creates ea
     on_start(run)
     on_batch(batch)     after the optimizer steps, before the weights are pushed; may return metrics
     on_step(metrics)    after the step's line is in metrics.jsonl; all ranks get this line
-    on_end(error)
+    on_end(error)       when the run ends; error is the exception that ended it, or None
 
-The folder also has functions for other keys, and commands such as extras.chat.
+The folder also has functions for other keys, such as `actor.loss`, and commands such as
+extras.chat.
 
 The helpers below read and write a run's files. They skip what they cannot read or write, so that
 training continues.
@@ -31,12 +32,12 @@ def read_records(path: Path) -> list[Record]:
     records = []
     for line in path.read_text(errors="replace").split("\n") if path.is_file() else []:
         with suppress(json.JSONDecodeError):
-            records.append(json.loads(line.rstrip(", ")))  # a trace has commas
+            records.append(json.loads(line.rstrip(", ")))  # lines of trace.json end with commas
     return [record for record in records if isinstance(record, dict)]
 
 
 def read_config(folder: Path) -> Any:
-    """Return the recorded configuration as nested namespaces. An old run may lack keys."""
+    """Return a run's config.yaml as nested namespaces. The file of an old run may lack keys."""
     path = folder / "config.yaml"
     keys = {}
     if path.is_file():

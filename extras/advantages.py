@@ -5,13 +5,13 @@ variant:
 
     my_advantages = functools.partial(rloo, base=functools.partial(overlong, limit=2048))
 
-Example: three members of a group have the returns 1, 0 and 2. With the group's mean as baseline,
-the advantages are 0, -1 and 1. RLOO's baseline is the mean of the other two returns, which gives
-0, -1.5 and 1.5.
+Example: three members of a group have the final rewards (returns) 1, 0 and 2. Before the division
+by std, the advantages are 0, -1 and 1 with the group's mean as baseline. With `rloo`, a member's
+baseline is the mean of the other two returns, which gives 0, -1.5 and 1.5.
 
-A turn is one action, and its reward stands at its last token. The reward already includes the
-rewards of later turns (cache.py), so GAE stays within a turn. The KL of `kl_in_reward` lowers only
-the return of its own turn.
+A turn's return already includes the rewards of later turns (cache.py). So `gae` stays within a
+turn, and the return counts as the reward of the turn's last token. The KL that `kl_in_reward`
+subtracts also stays within a turn: it changes no other turn's return.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,8 @@ def rloo(
 def gae(
     batch: Batch, *, gamma_lambda: float = 0.99, base: Advantages = compute_advantages, **keys: Any
 ) -> Tensor:
-    """GAE (1506.02438) without a critic: earlier tokens of a turn get a smaller advantage."""
+    """GAE (1506.02438) without a critic: the earlier a token is in its turn, the closer its
+    advantage is to 0."""
     A = base(batch, **keys)
     turn_of = number_turns(batch)[2]
     # A_t = (gamma lambda)^(last - t) A
@@ -66,7 +67,7 @@ def with_costs(batch: Batch, costs: Tensor, base: Advantages, **keys: Any) -> Te
     rewards[trained] -= costs[number_turns(batch)[2]]
     changed = batch | {"turn_rewards": rewards}
     A = base(changed, **keys)
-    batch["loss_mask"] = changed["loss_mask"]  # `base` may have masked turns
+    batch["loss_mask"] = changed["loss_mask"]  # `base` may have masked turns in the copy
     return A
 
 
@@ -95,8 +96,9 @@ def kl_in_reward(
     base: Advantages = compute_advantages,
     **keys: Any,
 ) -> Tensor:
-    """R <- R - weight * KL, as in AReaL. Set ref.path to the reference model, and leave
-    actor.kl_ctl at 0."""
+    """R <- R - weight * KL, as in AReaL. The KL is the sum of `kl_estimate` over the turn's
+    tokens. Set ref.path to the reference model, and leave actor.kl_ctl at 0, or the loss adds a
+    second KL penalty."""
     trained = batch["loss_mask"] > 0
     kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], kind)  # (M,)
     costs = weight / reward_scaling * torch.bincount(number_turns(batch)[2], kl)  # (N,)
@@ -104,11 +106,11 @@ def kl_in_reward(
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """An estimate of KL(pi || pi_ref) at each token that pi sampled (Schulman).
+    """Return an estimate of KL(pi || pi_ref) at each token that pi sampled (Schulman).
 
-    k1 is unbiased but can be negative, k2 is biased, and k3 is unbiased and never negative. We cap
-    k3 at 10. Without the cap, k3 would be 2,972 at log (pi / pi_ref) = -8, so one token could
-    change the sign of an advantage.
+    Of the three kinds, k1 is unbiased but can be negative, k2 is biased, and k3 is unbiased and
+    never negative. We cap k3 at 10. Without the cap, k3 would be 2,972 at log (pi / pi_ref) = -8,
+    so one token could change the sign of an advantage.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -134,7 +136,7 @@ def row_mean(
 ) -> Tensor:
     """Every row counts the same in the loss, as in GRPO. With `length` = L, every token counts
     1 / (rows * L), as in Dr. GRPO (2503.20783). Both ways assume actor.ppo_n_minibatches=1."""
-    # The batch has S rows and M trained tokens, n of them in the token's row. The loss is a mean
+    # The batch has M trained tokens in S rows, n of them in the token's row. The loss is a mean
     # over M tokens and proportional to A, so A <- A * M / (S n).
     A = base(batch, **keys)
     n = (batch["loss_mask"] > 0).sum(1, keepdim=True)  # (rows, 1)

@@ -52,7 +52,7 @@ class BeforeAfter:
                 for row in read_records(file)[-1:]:
                     print(f"  {title}, reward {row['reward']:.1f}: {as_line(row['completion'])}")
         print()
-        # In a continued run, this callback may be new.
+        # If this callback is new in a continued run, there is no eval_base.json.
         before = {"before": json.loads(self.file.read_text())} if self.file.exists() else {}
         for title, found in (before | {"after": after}).items():
             line = f"success on held-out prompts {title}: {found['eval_success']:.3f}"

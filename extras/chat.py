@@ -4,7 +4,7 @@
 
 The command serves the newest model in checkpoints/ and reads messages until Ctrl-D. An empty line
 begins a new conversation. Answers are greedy. To play the demo, think of a number from 1 to 6, type
-`guess a number`, and then `higher` or `lower`.
+`guess a number`, and answer each guess with `higher` or `lower`.
 
 Messages with words unknown to the tokenizer are not sent.
 
@@ -40,7 +40,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def find_agent(path: str) -> Any:
-    with suppress(ImportError, AttributeError):  # a script may have passed an agent without a path
+    # A script may have passed its agent as an object, which no path names.
+    with suppress(ImportError, AttributeError):
         named: Any = import_name(path)
         return named if hasattr(named, "run") else None
     return None

@@ -52,7 +52,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
     with_options = copy  # type: ignore[assignment]
 
     def get_interaction(self, interaction_id: str) -> Interaction:
-        """The record of a completion or response. Raises KeyError."""
+        """Return the call with this id. Raises KeyError if there is none."""
         return self.cache[interaction_id]
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:

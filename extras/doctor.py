@@ -43,12 +43,14 @@ from training.ranks import share
 # The largest rounding error of a log-probability, in nats.
 ROUNDING = {"float32": 1e-3, "bfloat16": 1.0}
 SOLVED = 0.9  # at this success rate or above, advantages of 0 and a low entropy are normal
-BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
+BLOCKED_SECONDS = 5.0  # the limit of the rule `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
-# After this many batches of rejected groups, the rule `rejection` fires before the step's end.
+# After this many batches of rejected groups, the rule `rejection` does not wait for the step's end.
 REJECTED_BATCHES = 10
-CANARY_TOKENS, ANSWER_TOKENS = 32, 16  # at most, in the canary and in its answer
-CANARY_MOVE = 1e-4  # if an update moves the trainer's score by more, the answer must change
+CANARY_TOKENS, ANSWER_TOKENS = 32, 16  # at most, in the canary's prompt and in an answer
+# If an update changes the trainer's log-probability of a token by more, the server's answer to the
+# canary must change, too.
+CANARY_MOVE = 1e-4
 LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -99,7 +101,7 @@ def steps_without_gradient(lines: list[Record], config: Any) -> int:
 
 
 def steps_without_correction(lines: list[Record], config: Any) -> int:
-    """Count steps that trained older tokens with behaviour weights of exactly 1."""
+    """Count steps that trained tokens of older versions with behaviour weights of exactly 1."""
     exact = [
         m["behave_weight_mean"] == m["behave_ess"] == 1 and m["staleness_mean"] > 0 for m in lines
     ]
@@ -206,7 +208,7 @@ RULES = (
         "truncated",
         5,
         lambda m, c: fraction(m, "truncated", "rows"),
-        0.75,  # at the start of a healthy run of the maze, up to half of the walks are truncated
+        0.75,  # at the start of a healthy run of the maze, up to half of the rows are truncated
         "Three quarters of the rows end at the length limit, so the rewards judge unfinished "
         "answers. Raise gconfig.max_new_tokens, or find out why answers do not end (often because "
         "a stop token is missing).",
@@ -339,11 +341,12 @@ class Canary:
 
     Server and trainer both compute the log-probabilities of the answer at temperature 1. With equal
     weights, the results differ only by rounding, about 1e-6 nats in float32. In bfloat16, rounding
-    can hide a missed update, but then the answer has the same bits as before.
+    can hide that a server has missed an update, but then its answer is bit for bit the same as
+    before.
 
-    The trainer does not wait for the new answer. It scores the previous answer with the new
-    weights. The next batch compares these scores with the server's log-probabilities of the new
-    answer, up to the first token that differs.
+    The trainer does not wait for the new answer. Instead it scores the previous answer: it computes
+    its log-probabilities under the new weights. After the next batch, these scores are compared
+    with the server's log-probabilities of the new answer, up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
@@ -367,7 +370,8 @@ class Canary:
             self.asked = self.thread.submit(post, "/generate", body, timeout)
 
     def start(self) -> None:
-        """Score the newest answers with the new weights. All ranks call this."""
+        """Score the newest answers with the new weights, and ask the servers for new answers. All
+        ranks call this."""
         self.before, self.scores = self.scores, {}
         if self.answers:
             self.scores = self.score(sorted({tuple(a.output_tokens) for a in self.answers}))
@@ -439,13 +443,15 @@ def cpu_seconds(thread: threading.Thread) -> float:
 
 
 def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None:
-    """Return the call that blocks the event loop, as "name (file:line)", or None.
+    """Return the function that blocks the event loop, as "name (file:line)", or None.
 
-    On an overloaded machine every call is slow, and the code that happens to run is innocent. So
-    all looks during `seconds` must find the same call. We count looks instead of measuring time,
-    because a process without a core also looks less often. The thread's CPU time shows what the
-    call does: below a tenth of the time it sleeps, from seconds / 2 on it computes, and in between
-    the thread waited for a core.
+    While the loop does not answer, we look at its thread's stack every TICK seconds. On an
+    overloaded machine every function is slow, and the one that happens to run is innocent. So all
+    looks during `seconds` must find one and the same call of a function. We count looks instead of
+    measuring time, because a process without a core also looks less often. The thread's CPU time
+    shows what the function does. Below a tenth of the time that has passed, the function sleeps,
+    and from seconds / 2 on, it computes. In between the thread has waited for a core, so the
+    function is innocent.
     """
     answered = threading.Event()
     loop.call_soon(answered.set)
@@ -498,7 +504,7 @@ class Doctor:
     def on_step(self, metrics: Record) -> None:
         self.step = metrics["step"]
         self.canary.start()
-        # After the last step, no other batch would read the answer.
+        # After the last step, no later batch would read the answer.
         verdict = self.canary.finish() if self.step == self.run.last_step else {}
         if self.run.rank == 0:
             lines = self.run.history[-max(rule.steps for rule in RULES) :]
@@ -534,7 +540,7 @@ class Doctor:
             if rejected >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
                 accepted = now.accepted - before.accepted
                 line = {"step": step + 1, "accepted": accepted, "rejected": rejected}
-                found += examine([line] * 3, self.config)  # the rule `rejection` needs three
+                found += examine([line] * 3, self.config)  # the rule `rejection` needs 3 lines
             try:
                 self.report(found)
             except Unhealthy as error:

@@ -3,8 +3,8 @@
     OPENAI_API_KEY=KEY python train.py mode=eval evaluator.base_url=https://api.openai.com/v1
 
 The agent runs on every validation prompt as in training, but its base_url is the endpoint, and no
-tokens are recorded. The reward is the number that the agent returns, or the last value of a dict.
-An episode that raises or returns None counts as rejected.
+tokens are recorded. The reward is the number that the agent returns or, if it returns a dict, the
+dict's last value. An episode that raises or returns None counts as rejected.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
-    """Raises ConfigError for a RolloutWorkflow."""
+    """Run the agent on all validation prompts, and return the evaluation. Raises ConfigError for a
+    RolloutWorkflow, which needs an engine."""
     agent = inputs.eval_workflow
     url = config.evaluator.base_url
     if isinstance(agent, RolloutWorkflow):

@@ -34,7 +34,8 @@ from workflow import resolve_workflow
 
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
-    """Draw an episode. A conversation that reads an earlier answer stands below that answer."""
+    """Draw an episode's calls as a tree. A call without a parent stands below the first call that
+    it has read through a link (cache.py), if there is one."""
     links = sum(len(set(turn.reads) - {turn.parent}) for turn in interactions.values())
     root = Tree(f"{len(interactions)} turns" + f", {links} linked" * bool(links))
     branches: dict[Any, Tree] = {}

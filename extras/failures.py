@@ -2,7 +2,8 @@
 
 Without this callback, logging prints every failure with its traceback, so one mistake in an agent
 fills the screen. Failures of one kind have the same exception type and place. The first failure of
-a kind is printed, and its traceback goes to logs/failures.log. Later failures are only counted:
+a kind is printed, and its traceback goes to logs/failures.log. Later failures of this kind are only
+counted, and the count is printed at the run's end:
 
     task 0 failed: OSError('no board'), in run (agent.py:7); traceback: runs/.../logs/failures.log
     failed 38 times: task 0 failed: OSError('no board'), in run (agent.py:7)

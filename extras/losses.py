@@ -7,10 +7,10 @@ module of your own:
     my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
 
 Most variants solve one of two problems. First, the ratio of a single token is noisy, so `gspo` and
-`row_weight` take the ratio of a whole row. Second, server and trainer never agree exactly, so
-`icepop`, `truncate` and `reject` bound the effect of tokens whose w is far from 1. `reject` also
-looks at whole rows: if each of 100 tokens has w = 1.05, no token looks wrong, but pi_prox generates
-the row 131 times as often as pi_behav.
+`row_weight` take the ratio of a whole row. Second, the log-probabilities of server and trainer
+never agree exactly, so `icepop`, `truncate` and `reject` bound the effect of tokens whose w is far
+from 1. `reject` also looks at whole rows: if each of a row's 100 tokens has w = 1.05, no token
+looks wrong, but pi_prox generates the row 131 times as often as pi_behav.
 """
 
 import math
@@ -46,8 +46,9 @@ def gspo(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """GSPO (2507.18071): the geometric mean over a row replaces each u, so a row is clipped as a
-    whole. The mean is near 1, so set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
+    """GSPO (2507.18071): the geometric mean of u over a row replaces the u of each token, so a row
+    is clipped as a whole. The mean is near 1, so set actor.eps_clip=3e-4 and
+    actor.eps_clip_higher=4e-4."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     # log u = 1/n sum_t log u_t
@@ -69,8 +70,8 @@ def cispo(
     **keys: Any,
 ) -> Result:
     """CISPO (2506.13585): the clipped u multiplies the gradient of log pi_theta as a constant. So a
-    clipped token keeps its gradient, and a rare but useful word can become likelier. The lower
-    bound is usually switched off (actor.eps_clip=1)."""
+    clipped token keeps its gradient, and a rare but useful word can become likelier. The clip's
+    lower bound is usually switched off (actor.eps_clip=1)."""
     mask = loss_mask.bool()
     here = logp.detach()
     prox_logp = prox_logp.detach()
@@ -108,8 +109,8 @@ def icepop(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """IcePop (2510.18855): leave out tokens with w < floor or above the cap. If only large weights
-    were dropped, the mean of w would fall below 1."""
+    """IcePop (2510.18855): leave out tokens with w below `floor` or above behave_imp_weight_cap. If
+    only large weights were left out, the mean of w would fall below 1."""
     low = log_ratio(prox_logp, old_logp, loss_mask.bool()).exp() < floor
     return leave_out(low, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
 
@@ -152,7 +153,7 @@ def truncate(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """Truncated importance sampling: w is clamped to floor .. cap."""
+    """Truncated importance sampling: w is clamped to `floor` .. behave_imp_weight_cap."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     w = log_ratio(prox, old_logp, mask).exp()
@@ -173,8 +174,9 @@ def row_weight(
     base: Loss = ppo_actor_loss_fn,
     **keys: Any,
 ) -> Result:
-    """All tokens of a row get the same weight. The geometric mean of w (how="mean") stays near 1.
-    The product of all w (how="sum") is exact, but often far from 1 in a long row."""
+    """All tokens of a row get the same weight: the geometric mean of their w (how="mean"), which
+    stays near 1, or the product (how="sum"). The product is the exact ratio of the row's
+    probabilities, but often far from 1 in a long row."""
     mask = loss_mask.bool()
     prox = prox_logp.detach()
     # log w = 1/n sum_t log w_t, or the sum itself
@@ -184,8 +186,9 @@ def row_weight(
 
 
 def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-    """Three guesses of log pi_prox (N,). `loglinear` interpolates log-probabilities, `linear`
-    probabilities, and `rollout` takes pi_behav."""
+    """Return three guesses of log pi_prox (N,). `loglinear` interpolates between log pi_behav and
+    log pi_theta, with weight alpha for log pi_theta (training/proximal.py). `linear` interpolates
+    between the probabilities, and `rollout` takes pi_behav."""
     # linear: pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     linear = torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
     between = loglinear(old_logp, theta_logp, alpha)
@@ -195,7 +198,8 @@ def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Te
 def guess_errors(
     prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor
 ) -> dict[str, Tensor]:
-    """The errors (N,) of each guess, and of its w and u (actor.prox_logp_method=metrics)."""
+    """Return the errors (N,) of each guess, and of the w and u that follow from it. A run with
+    actor.prox_logp_method=metrics logs them."""
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:
         w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))

@@ -1,4 +1,4 @@
-"""Print what a run would start and need. The arguments are those of train.py:
+"""Print what a run would start and need. The arguments are those of train.py and two more:
 
     python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
@@ -57,7 +57,7 @@ def count_heads(shape: Any) -> tuple[int, int]:
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """How many numbers a layer computes per token for queries (Q) and for keys (K)."""
+    """Return (Q, K): how many numbers a layer computes per token for queries and for keys."""
     queries, keys = count_heads(shape)
     width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
     return width * queries, width * keys
@@ -77,7 +77,7 @@ def count_parameters(shape: Any) -> tuple[int, bool]:
 
 def split_parameters(shape: Any, n: int) -> tuple[int, int, int]:
     """Count the parameters of the output layer (V H), of embedding and output layer together (R),
-    and of one layer between them (P)."""
+    and of one layer between them (P). V is the vocabulary's size, H the hidden size."""
     last = shape.vocab_size * shape.hidden_size
     root = last if shape.tie_word_embeddings else 2 * last
     return last, root, (n - root) // shape.num_hidden_layers
@@ -91,7 +91,7 @@ def count_frozen(actor: PPOActorConfig, shape: Any, n: int) -> int:
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
     """The bytes per token that a layer keeps for the backward pass, with `b` bytes per number.
 
-    H is the hidden size, I the width of the MLP.
+    H is the hidden size, I the width of the MLP, and `attention_widths` counts Q and K.
     """
     # Two norms: the input in float32, the normalised input, the output.   2 (4 + 2 b) H
     # Norms of queries and keys, if there are any.                         (4 + b) (Q + K)
@@ -125,18 +125,21 @@ def step_bytes(
     # With gradient checkpointing a layer keeps only its input. Layers are recomputed one by one.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    # head = b R         embedding and output layer
+    # The first phase computes the loss and the output layer's gradient. It needs
+    #        b R         embedding and output layer
     #      + 4 V H       the output layer's gradient in float32
     #      + b V H       what one chunk of tokens adds to this gradient
     #      + saved       what all layers saved
     #      + chunk       the chunk's logits
     head = (4 + b) * min(last, learning) + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
-    # layers = b R + b V H + saved + (8 + 3 b) P. In the last term, 2 b P is for two whole layers,
-    # b P for one's gradient, and 8 P for its float32 copies before and after the sum over ranks.
+    # The second phase goes back through the layers. It needs b R + b V H + saved + (8 + 3 b) P. In
+    # the last term, 2 b P is for the parameters of two layers, b P for the gradient of one, and 8 P
+    # for this gradient's float32 copies before and after the sum over ranks.
     middle = b * min(last, learning) + saved + (0 if is_kept else one)
     if ranks == 1 and actor.dtype == "float32":  # no FSDP
         return max(head, middle + 2 * b * tokens * mlp_width(shape))
-    # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
+    # The third phase ends the backward pass. It needs max(4 b V H, 8 R): first the embedding's
+    # gradient, then the float32 copies of the gradients of embedding and output layer.
     end = max(0 if frozen else 4 * b * last, 8 * learning)
     return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, end)
 
@@ -260,7 +263,7 @@ def count_episodes(config: TrainConfig) -> int:
 
 
 def step_tokens(config: TrainConfig) -> int:
-    """The tokens of a step whose answers all have max_new_tokens."""
+    """The number of tokens that a step has if every answer has max_new_tokens."""
     keys = config.gconfig
     return config.train_dataset.batch_size * keys.n_samples * keys.max_new_tokens
 
@@ -372,7 +375,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for this many GPUs")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="the memory of each")
     options, words = parser.parse_known_args(argv)
-    if options.gpus is not None:  # for dtype=auto
+    if options.gpus is not None:  # for dtype=auto, `load` looks at the visible GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(options.gpus)))
     try:
         return print_plan(load(words)[0], options.gpus, options.gpu_memory)

@@ -6,7 +6,7 @@
 Two runs with the same seed differ, because a weight update may interrupt a completion at token 57
 in one and at token 61 in the other. The rest is fixed. The seed determines the prompts. Seed, call
 name and token position determine every random number. In float32 on one thread, the small server
-computes the same bits for a completion, whatever else runs and however often an update interrupts.
+computes the same bits for a completion, whatever else runs and however often updates interrupt it.
 A training step depends only on the weights and the batch. So configuration and schedule.jsonl
 determine a run:
 
@@ -18,11 +18,11 @@ determine a run:
     {"consume":7,"version":4}                                          step 5 trains on its group
     {"pushed":5}                                                       servers have version 5
 
-A **span** is a stretch of tokens that one version computed. In call 1 of task 7's member 3, version
-2 computed tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same tasks
-as the recorded run, and waits for all tokens of version 2. The replay then trains, pushes version 3
-and continues with token 58. It generates only consumed groups, and stops at the first difference.
-Agent and server must be deterministic. Evaluations are not recorded.
+A **span** is a stretch of tokens that one version computed. In 7-3.1, call 1 of task 7's member 3,
+version 2 computed tokens 1 to 57, and version 3 the next 63. At version 2, a replay starts the same
+tasks as the recorded run, and waits for all tokens of version 2. The replay then trains, pushes
+version 3 and continues with token 58. It generates only groups that the recorded run consumed, and
+stops at the first difference. Agent and server must be deterministic. Evaluations are not recorded.
 """
 
 import argparse
@@ -44,11 +44,12 @@ from inference.io_struct import EngineError, ModelRequest, ModelResponse
 from run.config import ROOT, ConfigError, list_keys, load
 
 Fact = dict[str, Any]
-Spans = list[tuple[int, int, str]]  # (version, end, hash of all tokens before `end`)
+Spans = list[tuple[int, int, str]]  # (version, end, hash of the call's first `end` tokens)
 SPANS = TypeAdapter(Spans)
 FILE = "schedule.jsonl"
 CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # training calls; evaluations have "eval-7-3.1"
-EXACT = ("tiny", "cpu", "float32", 1)  # backend, device, dtype and threads of a server
+# A server repeats bits only with this backend, device, dtype and number of threads.
+EXACT = ("tiny", "cpu", "float32", 1)
 CLOSED = 499  # the status of a call whose agent has hung up
 POLL = 0.02  # seconds between two looks at the schedule
 # No token and no weight depends on these keys, so a replay may change them.
@@ -177,7 +178,7 @@ class Hooks(engine.Hooks):
         os.write(self.file, orjson.dumps(fact) + b"\n")
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Wait for the next recorded span's version, and return where the span ends.
+        """Wait until the servers have the version of the next recorded span. Return the span's end.
 
         Raises EngineError if the recorded call failed.
         """
@@ -194,8 +195,8 @@ class Hooks(engine.Hooks):
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
     ) -> None:
-        """Record the spans so far. In a replay, stop_reason "abort" asks the engine for the next
-        span."""
+        """Record the spans so far. If a replay has made only a part of the recorded spans, it sets
+        stop_reason to "abort", so that the engine asks for the next span."""
         if task_of(req.call) is None:
             return
         fact = {"call": req.call, "prompt": digest(req.input_ids)}
@@ -308,13 +309,14 @@ class Replay:
                     )
 
     def prepare_batch(self, dataloader: Any, **how: Any) -> Any:
-        """The batch that the recorded run consumed at this version. Raises Differs."""
+        """Return the batch that the recorded run consumed at this version. Raises Differs."""
         from rollout.executor import cycle
         from rollout.trajectory import concat_padded_tensors
 
         executor = self.run.executor
         version = self.run.engine.get_version()
-        # 1. Start what the recorded run started at this version, in the same order.
+        # 1. Start the tasks that the recorded run started at this version, in the same order. Leave
+        #    out tasks that no repeated step consumes.
         starts = self.recorded.starts.items()
         due = [task for task, v in starts if v == version and task in self.step_of]
         self.samples = self.samples or [*islice(cycle(dataloader), max(self.step_of) + 1)]
@@ -342,7 +344,8 @@ class Replay:
             await asyncio.sleep(POLL)
 
     def lacks_tokens(self, task: int, version: int) -> bool:
-        """Whether recorded tokens up to `version` are still missing. Raises Differs."""
+        """Whether the task still lacks recorded tokens of versions up to `version`. Raises
+        Differs."""
         recorded = self.recorded.calls[task]
         own = self.own.read().calls.get(task, {})
         lacking = False

@@ -35,7 +35,7 @@ from ppo import clip
 from run.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
-MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # per page
+MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # tokens per page; steps and groups per run
 # The (rows, T) tensors that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -144,9 +144,9 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 
 
 def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
-    """Return states (rows, T): 0 untrained, 1 trained, 2 clipped, 3 dropped for behaviour weight.
+    """Return states (rows, T): 0 untrained, 1 trained, 2 clipped, 3 left out by the cap on w.
 
-    A state says what the default loss (ppo.py) does with the token in the last pass.
+    A state says what the default loss (ppo.py) does with the token in the step's last pass.
     """
     prox = batch["prox_logp"]
     A = batch["advantages"]
@@ -210,8 +210,9 @@ def read_step(
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append a row's turns to `turns`. Return the indices of all turns of the row.
 
-    A turn holds the new messages and the sampled tokens. A row may continue another row, whose
-    turns have the indices `above`. Turns that both rows share are not appended again.
+    A turn holds the messages that are new in its prompt, and the sampled tokens. A row may continue
+    another row, whose turns have the indices `above`. Turns that both rows share are not appended
+    again.
     """
     ids = row["input_ids"]
     states = row["states"]
@@ -244,7 +245,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
-    """A run's data, with `share` of a page's tokens. Raises ValueError if `folder` has no run."""
+    """Return a run's data, with the fraction `share` of the tokens that a page may show. Raises
+    ValueError if `folder` has no run."""
     lines = read_records(folder / "metrics.jsonl")
     trace = read_records(folder / "trace.json")
     files = sorted(path for path in (folder / "tokens").glob("*.safetensors") if path.is_file())
@@ -275,7 +277,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
 
 
 def make_page(folders: list[Path]) -> str:
-    """Raises ValueError if a folder holds no run."""
+    """Return the page about the runs as HTML. Raises ValueError if a folder holds no run."""
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
     data = json.dumps({"runs": clean(runs)}, allow_nan=False, separators=(",", ":"))
     # Escape "<", so that no agent's text can close the script element that holds the data.

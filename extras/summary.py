@@ -1,4 +1,4 @@
-"""At the end of a run, print its success, the age of its tokens, and how to use the model.
+"""At the end of a run, print its success, the lags of its tokens, and how to use the model.
 
 A task's `summary(ask, console)` can draw what the policy does: `ask(messages)` returns the trained
 policy's greedy answer.

@@ -58,7 +58,8 @@ class Trace:
             self.mark("weights", time.time(), version=run.step)
 
     def on_event(self, name: str, task_id: int, details: Record) -> None:
-        """All groups' bars share a name, so a viewer draws them in one track."""
+        """Write a group's event. All bars have the same name, so a viewer draws them in one
+        track."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
         args = {"task": task_id, "event": name, **details}

@@ -2,9 +2,9 @@
 
     callbacks: [extras.vcpo.VCPO]
 
-Let ESS = (sum w)^2 / sum w^2. A gradient over M tokens with the weights w is as noisy as an
-unweighted gradient over ESS tokens. So every optimizer step uses lr * (ESS / M)^power. A smaller
-gradient would have no effect, because AdamW normalises it.
+Let ESS = (sum w)^2 / sum w^2, over M tokens with the weights w (ppo.py). Their gradient is as noisy
+as an unweighted gradient over ESS tokens. So every optimizer step uses lr * (ESS / M)^power. If the
+gradient were multiplied instead of lr, nothing would change, because AdamW normalises it.
 """
 
 from typing import Any

@@ -7,8 +7,9 @@ or raises Refusal, which the proxy answers with status 400:
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Some clients cannot read NaN, half a surrogate pair or hundreds of nested levels, so such values are
-refused. The last functions of this file find the Python objects that a configuration names.
+Some clients cannot read NaN, half a surrogate pair or hundreds of nested levels, so `read_json`
+refuses such values. The last functions of this file find the Python objects that a configuration
+names.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from typing import Any
 import orjson
 
 LARGEST_REWARD = 1e30  # a sum of many such rewards fits into a float32
-ROOM = 50  # levels of nesting (of orjson's 254) left for the objects around a value
+ROOM = 50  # of the 254 nested levels that orjson writes, those kept for objects around a value
 
 
 class Refusal(ValueError):
@@ -50,7 +51,7 @@ def _whole(value: Any) -> Any:
 
 
 def write_json(value: Any, name: str) -> bytes:
-    """Raises Refusal for a value that some clients could not read."""
+    """Return the value as JSON. Raises Refusal for a value that some clients could not read."""
     for _ in range(ROOM):
         value = [value]
     try:
@@ -90,7 +91,10 @@ def finite(reward: Any, what: str = "reward") -> float:
 
 
 def import_name(path: Any) -> Any:
-    """Import module.name. pkgutil.resolve_name would hide an ImportError inside the module."""
+    """Import the object at the path module.name. Return anything but a string as it is.
+
+    We do not use pkgutil.resolve_name, because it would hide an ImportError inside the module.
+    """
     if not isinstance(path, str):
         return path
     module, _, name = path.rpartition(".")
@@ -98,7 +102,8 @@ def import_name(path: Any) -> Any:
 
 
 def find_source(module: str) -> Path:
-    """Importing the module could load torch, which takes seconds."""
+    """Return the source file of a module. We do not import the module, because that could load
+    torch, which takes seconds."""
     with suppress(ModuleNotFoundError):  # raised if there is no such package
         spec = importlib.util.find_spec(module)
         if spec and spec.origin and spec.origin.endswith(".py"):
@@ -117,7 +122,7 @@ def check_name(path: str) -> str:
 
 
 def make_named(named: dict[str, dict[str, Any]]) -> Any:
-    """`named` maps the path of a class to its arguments."""
+    """Return the object that `named` describes as {path of class: arguments}, or None for {}."""
     if len(named) > 1:
         raise ValueError(f"only one callback may have engine hooks, not {' and '.join(named)}")
     return next((import_name(path)(**arguments) for path, arguments in named.items()), None)

@@ -2,9 +2,9 @@
 
     ModelRequest -> generate_body -> POST /generate -> parse_segment -> ModelResponse
 
-A request names every sampling parameter. SGLang would take a missing parameter from the model's
-generation_config.json, which the trainer does not read. For every token of an answer, training
-needs three numbers: the id, the version of the policy that sampled the token, and the
+A request names every sampling parameter, because SGLang would take a missing parameter from the
+model's generation_config.json, which the trainer does not read. For every token of an answer,
+training needs three numbers: the id, the version of the policy that sampled the token, and the
 log-probability under this policy:
 
     output_ids               [17, 4, 9]
@@ -12,12 +12,12 @@ log-probability under this policy:
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
 SGLang before 0.5.19 reports only `weight_version`, the version at the end of the answer. If an
-answer's finish reason has a status code, the request failed. Otherwise, type `abort` means that a
-pause interrupted the request.
+answer's finish reason has a status code, the request failed. Without one, a finish reason of type
+`abort` means that a pause interrupted the request.
 
-A logprob is log_softmax(logits / temperature) over the whole vocabulary. Greedy decoding, top_p,
-top_k, penalties and grammars change this distribution. So training leaves the tokens of such
-answers out of the loss (`trains_exactly`).
+A logprob is log_softmax(logits / temperature) over the whole vocabulary. With greedy decoding,
+top_p, top_k, penalties or grammars, tokens are sampled from another distribution. So training
+leaves the tokens of such answers out of the loss (`trains_exactly`).
 """
 
 import hashlib

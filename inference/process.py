@@ -2,13 +2,14 @@
 
 Each child runs in a Unix session of its own, so Ctrl-C reaches only train.py, which then ends the
 children. Every half second, a child checks that its parent still runs. So a child ends even if
-`kill -9` ended the parent. A pipe from the parent would not work, because processes that an agent
-forks would keep the pipe open.
+`kill -9` ended the parent. A child could instead wait until a pipe from its parent closes, but
+processes that an agent forks would keep the pipe open.
 
 SGLang has no option to end with its parent, so `python -m inference.process COMMAND ...` starts
-SGLang. When the parent has ended or SIGTERM arrives, this program sends SIGTERM to the command. The
-whole process group gets SIGKILL when the command has ended, at the latest after three seconds. So
-the program needs a session of its own.
+SGLang. When this program's parent has ended or SIGTERM arrives, the program sends SIGTERM to the
+command. When the command has ended, at the latest after three seconds, the program's whole process
+group gets SIGKILL. So nothing else may be in this group, and the program needs a session of its
+own.
 """
 
 import os
@@ -29,7 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Variables that a child does not inherit. With torchrun's variables, a child would act as a rank of
-# the trainer. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's pools refuse.
+# the trainer. PYTORCH_ALLOC_CONF may ask for expandable segments, which SGLang's memory pools
+# refuse.
 DROPPED = re.compile(
     r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
@@ -39,8 +41,8 @@ _given = set[int]()  # ports that free_port has returned
 
 
 def free_port() -> int:
-    """Return a free port. No port is returned twice, because a process binds its port only later.
-    Outgoing connections do not use ports from 20000 to 31999."""
+    """Return a free port. No port is returned twice, because a port still looks free until its
+    process binds it. The ports are from 20000 to 31999, which outgoing connections do not use."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -50,8 +52,8 @@ def free_port() -> int:
 
 
 def raise_open_files() -> None:
-    """The usual limit of 1,024 open files is too low for 1,000 requests in flight, because the
-    proxy needs two connections for each request."""
+    """Raise the limit of open files. The usual limit of 1,024 is too low for 1,000 requests in
+    flight, because the proxy needs two connections for each request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
@@ -122,7 +124,8 @@ class Child:
             )
 
     def wait_ready(self) -> str:
-        """Wait until the process answers, and return its URL. Raises ProcessDied."""
+        """Wait until the process answers, and return its URL. Raises ProcessDied if the process
+        ends first."""
         import httpx  # slow to import, and few processes need it
 
         with httpx.Client(timeout=5, trust_env=False) as client:

@@ -21,7 +21,8 @@ from inference.process import follow_parent, raise_open_files
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
-    """Raises OSError if the port is in use, or if others can reach `host` and there is no key."""
+    """Open the port, and return its socket. Raises OSError if the port is in use, or if there is no
+    key and other machines can reach `host`."""
     if not key and host not in ("127.0.0.1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     return socket.create_server((host, port), backlog=4096)

@@ -4,10 +4,10 @@ All conversations of a prompt group go to one server, which computes the shared 
 `rank_servers` gives a group the same order of servers in every process. If a server fails, the
 request goes to the next server in this order.
 
-We check the versions of every answer. A server may have missed an update, or been restarted with
-its first weights. No token may be newer than the trainer's version (`trainer_version`). An update
-changes all servers before any of them continues. So once this process knows that `newest` is 6, its
-later requests may not get tokens of version 5.
+We check the versions of every answer, because a server may have missed an update, or been restarted
+with its first weights. No token may be newer than the trainer's version (`trainer_version`). An
+update changes all servers before any of them continues. So once this process knows of version 6
+(`newest`), its later requests may not get tokens of version 5.
 
 Every request in flight has its own connection. We use aiohttp, because httpx takes more than twice
 the CPU time for a request (docs/log.md, "Requests").
@@ -26,7 +26,7 @@ import orjson
 from inference.io_struct import EngineError
 
 KEEPALIVE = 4.0  # SGLang closes idle connections after 5 s, so we close first
-CALL_TIMEOUT = 60.0  # seconds for a call that generates nothing
+CALL_TIMEOUT = 60.0  # seconds for a request that generates nothing
 
 
 def make_session() -> aiohttp.ClientSession:
@@ -61,7 +61,8 @@ class PerLoop:
 
 
 def rank_servers(servers: list[str], group: str) -> list[str]:
-    """Group n prefers server n mod N of the N servers."""
+    """Return the servers in the order in which the group's requests try them. Of N servers, group n
+    tries number n mod N first. If the group is not a number, n is a hash of its name."""
     number = int(group) if group.isdecimal() else zlib.crc32(group.encode())
     first = number % len(servers)
     ranking = sorted(servers)
@@ -82,7 +83,8 @@ class Servers:
     async def call(
         self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
     ) -> dict[str, Any]:
-        """Raises EngineError if the answer takes longer than `timeout` seconds, or is an error."""
+        """POST `body`, or GET if `body` is None, and return the answer. Raises EngineError if the
+        answer takes longer than `timeout` seconds, or is an error."""
         session = await self._session.get()
         method = "GET" if body is None else "POST"
         limits = aiohttp.ClientTimeout(timeout, sock_connect=10.0)
@@ -116,8 +118,9 @@ class Servers:
         return answers
 
     def check_versions(self, url: str, versions: list[int], at_least: int) -> None:
-        """`at_least` is the value of `newest` when the request was sent. Raises EngineError (503)
-        for a wrong version."""
+        """Check the versions of an answer, and update `newest`. `at_least` is the value of `newest`
+        when the request was sent. Raises EngineError (503) for an older version, or for one newer
+        than the trainer's."""
         if wrong := [v for v in versions if not at_least <= v <= self.trainer_version]:
             why = f"version {wrong[0]} instead of {at_least} to {self.trainer_version}"
             raise EngineError(f"{url} sent {why}: was it restarted?", 503)
@@ -125,7 +128,7 @@ class Servers:
 
 
 def run_all(calls: Iterable[Any]) -> list[Any]:
-    """Run all calls at once in a new event loop."""
+    """Run all coroutines at once in a new event loop. Return their results or exceptions."""
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -134,6 +137,6 @@ def run_all(calls: Iterable[Any]) -> list[Any]:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(gather())
-    # This thread already runs an event loop, as in a notebook, so the calls get another thread.
+    # This thread already runs an event loop, as in a notebook, so another thread runs the new loop.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, gather()).result()

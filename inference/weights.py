@@ -2,8 +2,8 @@
 
 In mode `disk` the trainer writes a Hugging Face folder to a shared file system, such as /dev/shm,
 and every server reads this folder. In mode `distributed` trainer and servers join an NCCL or gloo
-group, and the trainer broadcasts its tensors (SGLang >= 0.5.20). An update to version 7 has these
-steps:
+process group, and the trainer broadcasts its tensors (SGLang >= 0.5.20). An update to version 7 has
+these steps:
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -12,11 +12,11 @@ steps:
     label "7"                  mode distributed; in mode disk, loading sets this label
     set_version(7), resume     the gate admits new groups, and the servers continue
 
-If the update fails halfway, the unfinished servers keep the label "7-incomplete", and the run ends.
-In mode disk, a folder gets its final name only when it is complete. In mode distributed, each
-update makes a new group, so a server may restart between updates. In NCCL, a rank that joins,
-broadcasts or leaves waits until all ranks do. So a second thread of the trainer asks the servers to
-take part (`meanwhile`).
+If the update fails halfway, the servers that have not finished it keep the label "7-incomplete",
+and the run ends. In mode disk, a folder gets its final name only when it is complete. In mode
+distributed, each update makes a new process group, so a server may restart between updates. In
+NCCL, a rank that joins, broadcasts or leaves waits until all ranks do. The servers answer a request
+to take part only then, so a second thread of the trainer sends this request (`meanwhile`).
 """
 
 import shutil
@@ -34,7 +34,7 @@ PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body, ti
 Bucket = list[tuple[str, Any]]  # tensors with their names in the checkpoint files
 
 UPDATE_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder or a bucket
-JOIN_TIMEOUT = 300.0  # seconds until all servers have joined the group
+JOIN_TIMEOUT = 300.0  # seconds until all servers have joined the process group
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -64,8 +64,9 @@ def named_buckets(
     """Yield the weights in buckets of about `bucket_mb` MiB, so that no rank holds the whole model.
 
     All ranks must take all buckets, because the ranks gather each tensor together. Taking a bucket
-    empties the previous one. Names and shapes are those of the checkpoint files. In memory,
-    transformers fuses the weights of experts under other names, which the servers would skip.
+    empties the previous one. With `learning`, frozen weights are left out. Names and shapes are
+    those of the checkpoint files. In memory, transformers fuses the weights of experts under other
+    names, which the servers would skip.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -137,7 +138,7 @@ def update_from_distributed(
     import torch
 
     sizes = [info["tp_size"] for info in post_all("/server_info")]
-    *offsets, world = accumulate(sizes, initial=1)  # the first rank of each server; all ranks
+    *offsets, world = accumulate(sizes, initial=1)  # each server's first rank; number of ranks
     backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
@@ -185,8 +186,8 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a process group other than torch's default one. Rank 0 listens at `address` and `port`.
 
-    Trainer and servers find each other through keys in a TCPStore, so the keys need SGLang's three
-    prefixes.
+    Trainer and servers find each other through keys in a TCPStore. SGLang's keys have three
+    prefixes, so ours need the same.
     """
     import torch.distributed as dist
 

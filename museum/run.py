@@ -4,8 +4,9 @@
     python museum/run.py --tests      # each exhibit's unit test in its copy: all must fail
     python museum/run.py --all 20     # every exhibit and 20 healthy runs, for museum/results.md
 
-The checkout is never changed: a copy is a temporary folder. A run writes to runs/museum/NAME.
---all skips runs that have a report. Delete runs/museum to make all runs again.
+The checkout is never changed: a copy is a temporary folder. A run writes to runs/museum/NAME of the
+checkout. --all makes only runs that have no report yet, so delete runs/museum to make all runs
+again.
 """
 
 import gc
@@ -67,7 +68,8 @@ def train(code: Path, words: str, trial: str) -> None:
 
 
 def finding(trial: str) -> dict:
-    """What ended a run: step, rule and text; {} for a healthy one."""
+    """Return the doctor's first finding in a run (step, rule and text), or {} if it found
+    nothing."""
     path = RUNS / trial / "doctor.jsonl"
     return json.loads(path.read_text().splitlines()[0]) if path.exists() else {}
 
@@ -93,7 +95,7 @@ def healthy_words(trial: str) -> str:
 def run_unit_tests() -> dict[str, int]:
     """Return pytest's exit code for each exhibit: 1 if its test fails in the copy.
 
-    The large packages are imported once, and each test runs in a fork.
+    The large packages are imported only once, because each test runs in a fork of this process.
     """
     import aiohttp  # noqa: F401
     import fastapi  # noqa: F401

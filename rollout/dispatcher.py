@@ -1,10 +1,10 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
-Each group is the result of one task. A training step consumes B groups. Episodes take seconds to
-minutes, so the dispatcher runs as many groups at once as the staleness gate allows. `DispatchState`
-makes all decisions without a clock, thread or lock. So bench/simulate.py can use it in virtual
-time, and tests/explore can try every order of events. `BatchTaskDispatcher` carries out the
-decisions in one event loop. Only the event loop changes the state.
+Each group is the result of one task. A training step consumes B groups. A group's episodes take
+seconds to minutes, so the dispatcher runs as many groups at once as the staleness gate allows.
+`DispatchState` makes all decisions without a clock, thread or lock. So bench/simulate.py can use it
+in virtual time, and tests/explore can try every order of events. `BatchTaskDispatcher` carries out
+the decisions in one event loop. Only the event loop changes the state.
 
 With rollout.stale=wait, a batch takes the B unconsumed groups that started first. One slow group
 can delay the batch, but no group is more than eta versions old (staleness.py). With
@@ -69,15 +69,16 @@ class DispatchState:
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, Any]:
-        """Return {task id: group} for the next `count` groups, or {} if one is unfinished."""
+        """Return {task id: group} for the next `count` groups, or {} until all of them have
+        finished."""
         waits = self.stale == "wait"  # for running groups; mask and drop pass them over
         chosen = (x for x in self.order.items() if waits or x[1] is not None)
         batch = dict(islice(chosen, count))
         return batch if len(batch) == count and None not in batch.values() else {}
 
     def trainable(self, data: Any) -> Any:
-        """Return a finished group, or None if the group is too old. With stale=mask, old tokens are
-        first taken out of the loss."""
+        """Return a finished group, or None if it must be dropped as too old. With stale=mask, its
+        old tokens are taken out of the loss. With stale=wait, no group is dropped."""
         if self.stale == "mask":
             return self.without_older(data, self.gate.oldest_version())
         fresh = self.stale == "wait" or self.gate.is_fresh(self.head_version(data))
@@ -100,8 +101,8 @@ class DispatchState:
         return started
 
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
-        """A task without data is rejected. A task with an `error` also counts as failed. Raises
-        RolloutsFail after too many failures or rejections."""
+        """Record that a task has ended. A task without data is rejected. A task with an `error`
+        also counts as failed. Raises RolloutsFail after too many failures or rejections."""
         self.trace("finish", task_id)
         self.errors = [*self.errors, error] if error else []
         if data is not None:
@@ -167,14 +168,14 @@ class DispatchState:
 
 @dataclass(eq=False, repr=False)
 class BatchTaskDispatcher:
-    """`task_factory(task)` makes a task's coroutine, which returns a prompt group, or None to
-    reject the task."""
+    """Runs the tasks that `state` starts, in an event loop of its own. `task_factory(task)` makes a
+    task's coroutine, which returns a prompt group, or None to reject the task."""
 
     task_factory: Callable[[Any], Coroutine[Any, Any, Any]]
     state: DispatchState
 
     def __post_init__(self) -> None:
-        self.stopped: Future = Future()  # its exception ends every call
+        self.stopped: Future = Future()  # its exception, once set, ends every wait
         self._news = asyncio.Event()  # set briefly when a task ends
         self._running: set[asyncio.Task] = set()  # the loop has only weak references to tasks
         self._loop = uvloop.new_event_loop()
@@ -186,8 +187,8 @@ class BatchTaskDispatcher:
         self.change(self.state.enqueue, task)
 
     def wait_results(self, count: int, timeout: float | None = None) -> list[Any]:
-        """Wait for the next `count` results. Raises TimeoutError or StalenessError, and then
-        consumes nothing."""
+        """Wait for the next `count` groups, and consume them. Raises TimeoutError or
+        StalenessError, and in both cases consumes none."""
         return self._wait(lambda: self.state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
@@ -262,7 +263,7 @@ class BatchTaskDispatcher:
     # ---- for any thread
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run: every later call raises `error`. Later errors are ignored."""
+        """Stop the run: every running or later `run` raises `error`. Later errors are ignored."""
         if not self.stopped.done():
             self.stopped.set_exception(error)
 

@@ -16,7 +16,8 @@ Evaluation = dict[str, float | None]
 
 
 def evaluate(executor: Any, inputs: Any) -> Evaluation:
-    """An episode's reward is that of its last row."""
+    """Evaluate the model on the validation prompts, and return the metrics. An episode's reward is
+    that of its last row."""
     samples = inputs.validation * executor.eval_gconfig.n_samples
     groups = executor.evaluate(samples, inputs.eval_workflow)
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
@@ -42,8 +43,9 @@ def describe(rewards: Sequence[float | None], inputs: Any) -> Evaluation:
     left out of the mean reward.
 
     With P prompts, rewards[i], rewards[i + P], rewards[i + 2 P] and so on belong to prompt i. The
-    episodes of one prompt are correlated, so the standard error and the interval count each prompt
-    as one sample. The interval may therefore be too wide, but not too narrow.
+    episodes of one prompt are correlated, so the standard error of the reward and the interval of
+    the success count each prompt as one sample. The interval may therefore be too wide, but not too
+    narrow.
     """
     prompts = len(inputs.validation)
     n = len(rewards) // prompts

@@ -1,13 +1,13 @@
 """WorkflowExecutor connects the data, the workflows, the gate and the training step.
 
-`prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors
-(trajectory.py), while groups of later batches run. With B = 4 and eta = 1, eight groups start at
-version 0. The first `prepare_batch` returns four of them, and the second returns the other four.
+A step consumes B prompt groups. `prepare_batch` returns the next B accepted ones as one padded dict
+of tensors (trajectory.py), while groups of later batches run. With B = 4 and eta = 1, eight groups
+start at version 0. The first `prepare_batch` returns four of them, and the second the other four.
 
-Each sample of the dataloader becomes a task, whose id is the sample's position in the data. When
-the gate admits the task (dispatcher.py), its episodes run as a group (workflow.py). Then
-trajectory.py completes the group's tensors, and should_accept_fn may reject the group. Unless
-rollout.dump_to_file=false, the text of each group goes to
+Each sample of the dataloader becomes a task, whose id is the sample's position in the data, counted
+over all epochs. When the gate admits the task (dispatcher.py), its episodes run as a group
+(workflow.py). Then trajectory.py completes the group's tensors, and should_accept_fn may reject the
+group. Unless rollout.dump_to_file=false, the text of each group goes to
 
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
 
@@ -22,7 +22,7 @@ positions 4 to 7 again, and continues with position 8.
 `submit` and all dataloaders take ids from one counter. So in a run that calls `submit` or uses two
 dataloaders, a restart may skip the wrong samples.
 
-`rollout_batch` waits forever if the groups of other calls hold all places at the gate.
+`rollout_batch` waits forever if other prompts' groups hold all places at the gate.
 """
 
 import asyncio
@@ -235,7 +235,7 @@ class WorkflowExecutor:
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """Raises ValueError if an epoch has no sample."""
+    """Yield the samples of one epoch after another. Raises ValueError if an epoch has no sample."""
     while True:
         batch = None
         for batch in dataloader:

@@ -1,11 +1,12 @@
 """Plan the processes of a run: the inference servers and the proxy.
 
-The processes get API keys in the environment. SGLang's key is on the command line, which other
-users can read.
+The processes get their API keys in environment variables. Only SGLang gets its key on the command
+line, which other users of the machine can read.
 
 The trainer's ranks take the first GPUs of the machine, and the servers take the last. With 8 GPUs,
 4 ranks and 2 servers of 2 GPUs each, the first server gets GPUs 4 and 5, and the second 6 and 7. If
-there are too few GPUs, the servers take all GPUs in turn.
+there are too few GPUs, the servers share the ranks' GPUs, from the first on: with only 4 GPUs, the
+first server gets GPUs 0 and 1, and the second 2 and 3.
 """
 
 import json
@@ -26,7 +27,8 @@ SGLANG_VARIABLES = {
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
-    """Raises ConfigError if the GPUs do not suffice for server.device or weight_update.mode."""
+    """Return one process per server. Raises ConfigError if the GPUs do not suffice for
+    server.device or weight_update.mode."""
     server = config.server
     size = server.tp_size
     if server.backend == "tiny":
@@ -55,8 +57,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
         variables = {"POCKET_AREAL_SERVER_KEY": key}
     else:
         words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
-        # Without --dtype, SGLang would run float32 models in float16. The logits are float32, like
-        # the trainer's.
+        # Without --dtype, SGLang would run float32 models in float16. --enable-fp32-lm-head
+        # computes the logits in float32, as the trainer does.
         if gpus:
             words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
             words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
@@ -74,7 +76,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
 def plan_proxy(
     config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
 ) -> Child:
-    """`hooks` maps the class path of each engine hook to its arguments."""
+    """Return the proxy's process. `hooks` maps the class path of each of the engine's hooks to the
+    arguments of that class."""
     words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
     words += ["--sampling", json.dumps(config.gconfig.model_dump())]
     words += ["--hooks", json.dumps(hooks)]

@@ -1,4 +1,4 @@
-"""Compute a finite reward without delaying other episodes.
+"""Compute rewards without delaying other episodes.
 
 In the episodes' shared event loop, a plain reward function would make every agent wait. So
 AsyncRewardWrapper runs the function in a process (workers.py), and kills the process at the time
@@ -21,8 +21,8 @@ from rollout.workers import WorkerPool, within
 
 @functools.cache
 def pools(users: str, size: int) -> PerLoop:
-    """Agents and rewards (`users`) have separate pools. Otherwise a reward could wait for an agent
-    that holds its process for an hour."""
+    """Return the worker pools (one per event loop) of agents or of rewards, as `users` says. With a
+    common pool, a reward could wait for an agent that holds its process for an hour."""
     return PerLoop(lambda: WorkerPool(size), WorkerPool.aclose)
 
 
@@ -32,8 +32,8 @@ class AsyncRewardWrapper:
     completion_ids, **data)`.
 
     Raises RuntimeError if a plain function raises, and TimeoutError after the time limit. A
-    coroutine function's own exception is raised unchanged. A plain function must be importable in
-    another process.
+    coroutine function's own exception is raised unchanged. A reward that is not a finite number
+    raises Refusal. A plain function must be importable in another process.
     """
 
     reward_fn: Callable[..., Any]

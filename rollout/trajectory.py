@@ -1,14 +1,14 @@
 """A trajectory is the dict of tensors that the rollout side passes to the trainer.
 
-A row is one sequence; B rows are padded to L tokens. **Position t of every [B, L] tensor describes
-token t**: versions[b, t] is the version that computed input_ids[b, t]. No tensor is shifted by one.
+A row is one sequence. Here B is the number of rows, all padded to L tokens. **Position t of every
+[B, L] tensor describes token t**: versions[b, t] is the version that computed input_ids[b, t].
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
 | input_ids | int32 [B, L] | prompt and completion, turn after turn | 0 |
 | attention_mask | bool [B, L] | True for a token, False for padding | False |
 | loss_mask | int32 [B, L] | 1 = train on this token | 0 |
-| logprobs | float32 [B, L] | log pi_behav; 0 for a token that the policy did not sample | 0 |
+| logprobs | float32 [B, L] | log-probability at sampling (log pi_behav); 0 outside turns | 0 |
 | versions | int32 [B, L] | policy version that computed the token; -1 if none did | -1 |
 | turn_ids | int32 [B, L] | number of the token's turn (0, 1, ...); -1 outside of turns | -1 |
 | turn_rewards | float32 [B, L] | final reward of the token's turn; 0 outside turns | 0 |
@@ -17,7 +17,7 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. No tenso
 | truncated | int32 [B] | 1 = the last turn reached its token limit | |
 | side_conversations | int32 [B] | 1 = untrained side conversation (calls/sessions.py) | |
 | masked | int32 [B] | number of tokens that are too old for the loss (staleness.py) | |
-| parents | int32 [B] | row, within the task, that this row continues; -1 = none | |
+| parents | int32 [B] | index, within the task, of the row that this row continues; -1 = none | |
 | group_ids | int32 [B] | equal for the rows of one prompt group | |
 | task_ids | int32 [B] | the task that made the row | |
 

@@ -1,7 +1,7 @@
 """Run the user's code in processes: agents in mode subproc, and plain reward functions.
 
 User code may compute for minutes, hang or crash. In the episodes' shared event loop it would stop
-every episode. So a pool runs each call in a process that can be killed:
+every episode. So a pool runs each function call in a process that can be killed:
 
     async with pool.worker() as call:                       at most `size` at once; others wait
         value = await within(15, call(function, *args), "...")       15 s from this line
@@ -11,12 +11,14 @@ values. After an exception, a timeout or a cancellation, the process and its who
 killed.
 
 A call is sent as a pickle that names the function. The process imports the function's module, but
-not the main script. A result comes back as JSON, because an agent's pickle could run code in the
-trainer. Printed output and tracebacks go to the run's standard error. Worker processes end with the
-trainer, and none gets the trainer's keys for servers and proxy.
+not the main script, so code defined there is refused. A result comes back as JSON, because an
+agent's pickle could run code in the trainer. Printed output and tracebacks go to the run's standard
+error. Worker processes end with the trainer, and none gets the trainer's keys for servers and
+proxy.
 
-A child that has left the process group (setsid) is not killed, and a coroutine that ignores its
-cancellation keeps running. Windows is not supported.
+A child process that has left the process group (setsid) is not killed. An inline agent or a
+coroutine reward function is only cancelled, and keeps running if it ignores the cancellation.
+Windows is not supported.
 """
 
 import asyncio
@@ -60,7 +62,8 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeError with the reason if the function raises or the process ends."""
+        """Run a function in the process, and return its result. Raises RuntimeError with the reason
+        if the function raises or the process ends."""
         for code in (function, *args):
             if getattr(code, "__module__", "") == "__main__":
                 raise ValueError(f"move {code} to a module, which another process can import")
@@ -87,7 +90,7 @@ class Worker:
         return self.process.stdout.readline()
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # raised if the group is empty
+        with suppress(ProcessLookupError, PermissionError):  # raised if the process group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), self.process:  # closes the pipes, and waits for the end
             self._thread.shutdown()
@@ -121,15 +124,16 @@ class WorkerPool:
 
 
 def serve(trainer: int) -> None:
-    """Run calls until the process `trainer` is gone."""
+    """Run the calls that arrive on stdin, until the process with the id `trainer` is gone."""
     calls, answers = os.dup(0), os.dup(1)
-    # A child that outlives this process must not keep the trainer waiting for an answer.
+    # A child that outlives this process must not keep the pipe open, or the trainer would wait for
+    # an answer.
     os.register_at_fork(after_in_child=lambda: os.close(answers))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the user's code prints must not look like an answer
 
-    # The watching thread is no daemon. So before this process exits, the thread kills the
-    # processes that agents have left running.
+    # Python waits for the watching thread, which is no daemon. So this process ends only when the
+    # thread kills the process group, with all processes that agents have left running.
     follow_parent(lambda: os.killpg(0, signal.SIGKILL), trainer, daemon=False)
     with open(calls, "rb") as stream, open(answers, "wb") as out:
         while size := stream.readline():
@@ -147,8 +151,8 @@ def outcome_of(call: bytes) -> bytes:
         return json.dumps([None, f"{type(error).__name__}: {error}"]).encode()
 
 
-# A process has one event loop. If each episode closed a loop of its own, the clients that an agent
-# leaves open would report "Event loop is closed".
+# A worker process has one event loop for all its episodes. If each episode closed a loop of its
+# own, the clients that an agent leaves open would report "Event loop is closed".
 _runner = functools.cache(asyncio.Runner)
 
 

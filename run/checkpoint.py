@@ -1,8 +1,9 @@
 """Save and load the checkpoints of a run.
 
-recover/step00040 holds the trainable weights, the optimizer's state and a list of finished prompts.
-A prompt is finished if a step has consumed it, or if it was rejected, dropped or withdrawn. A
-restart runs all other prompts, so it skips no prompt and trains on none twice.
+recover/step00040, the checkpoint of step 40, holds the trainable weights, the optimizer's state and
+a list of finished prompts. A prompt is finished if a step has consumed its group, or if the group
+was rejected, dropped or withdrawn (staleness.py). A restart runs all other prompts, so it skips no
+prompt and trains on none twice.
 
 A checkpoint is written to recover/partial, and the folder is renamed when it is complete. sums.json
 has every file's checksum. We keep two checkpoints, so that a restart can use the older one if the

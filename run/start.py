@@ -40,8 +40,8 @@ def revision() -> str:
 
 
 class Run:
-    """Every rank makes a Run, but only that of rank 0 has servers, a proxy, an engine and an
-    executor."""
+    """The parts of a run. Every rank makes a Run, but only that of rank 0 has servers, a proxy, an
+    engine and an executor."""
 
     # What train.py fills in:
     inputs: Any = None  # Inputs
@@ -145,7 +145,7 @@ class Run:
             if "LOCAL_RANK" in os.environ:
                 # If another rank fails, torchrun sends SIGTERM, which must not stop the cleanup.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(0.5)  # to find out whether a server or the proxy has died
+            time.sleep(0.5)  # a dying server or proxy may need this long to end
             death = next((c.death() for c in self.children if c.process.poll()), None)
         with self.stack:
             self.call("on_end", error)
@@ -166,8 +166,8 @@ class Run:
 
 
 def begin(argv: list[str], make: Callable[..., Run] = Run) -> Run:
-    """Read the command line and start the run's servers, before torch is imported. If the
-    configuration is wrong, the program prints one line and exits with code 2."""
+    """Read the command line, start the run's servers before torch is imported, and return the Run.
+    If the configuration is wrong, the program prints one line and exits with code 2."""
     raise_open_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would hide exit codes
     for caught in (signal.SIGINT, signal.SIGTERM):

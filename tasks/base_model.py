@@ -54,8 +54,8 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int
 def make_qwen3(
     tokenizer: PreTrainedTokenizerFast, layers: int, context: int, seed: int
 ) -> Qwen3ForCausalLM:
-    """The random weights have a standard deviation of 0.06. With the usual 0.02, attention would be
-    nearly uniform at this width, and training would stall."""
+    """Return a tiny Qwen3 with random weights. Their standard deviation is 0.06. With the usual
+    0.02, attention would be nearly uniform at this width, and training would stall."""
     config = Qwen3Config(
         hidden_size=64,
         intermediate_size=256,

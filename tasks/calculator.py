@@ -12,8 +12,8 @@ extras/chat.py can use the same code. Solved problems precede every question. Wi
 the model never makes a right call, so it has nothing to learn from.
 
 **The reward is graded**, because a model that is seldom right learns slowly from successes alone. A
-call without the right value earns at most 0.2. If a wrong value earned more, the model would settle
-on one operation before trying the others.
+call with a wrong value (result) earns at most 0.2. If a wrong value earned more, the model would
+settle on one operation before trying the others.
 
     0.05  begins a call      0.2  the problem's numbers, but the wrong operation
     0.10  a complete call    0.6  the right value
@@ -52,8 +52,8 @@ OPERATIONS = {
 
 
 def calculate(expression: Any) -> str:
-    """Compute integers with + - * // and brackets. Return "error" for everything else, because a
-    model wrote the expression. The limit of 20 characters bounds the value and the time to compute
+    """Return the value of an expression of integers, + - * // and brackets, or "error" for anything
+    else that a model may write. The limit of 20 characters bounds the value and the time to compute
     it."""
     if not isinstance(expression, str) or not re.fullmatch(r"[-+*/()\d ]{1,20}", expression):
         return "error"
@@ -138,7 +138,8 @@ class CalculatorAgent:
                 return
 
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        """A wrong value ends the episode, because we never saw a model correct its mistake."""
+        """Solve a problem, and return the reward. A wrong value ends the episode, because we never
+        saw a model correct its mistake."""
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         right = (*data.get("steps", ()), data["answer"])
         said = []
@@ -179,7 +180,7 @@ def success(reward: float) -> bool:
 
 # ---------------------------------------------------------------- the problems
 
-TRAINED = [  # the operations take turns, so none dominates a batch
+TRAINED = [  # the operations alternate, so none dominates a batch
     "Ann has {a} coins and Ben has {b} coins. How many coins do they have together? +",
     "Ann had {a} coins and gave away {b}. How many coins does she have left? -",
     "A box holds {a} eggs. How many eggs do {b} boxes hold? *",
@@ -211,8 +212,8 @@ def dataset(split: str = "train") -> list[dict]:
         b, a = sorted(rng.sample(numbers, 2))
         question, sign = template.format(a=a, b=b).rsplit(" ", 1)
         problems.append({"question": question, "answer": calculate(f"{a}{sign}{b}")})
-    # Sort held-out problems by template. Then the three problems that extras/before_after.py shows
-    # have different templates.
+    # Sort held-out problems by template. Then the three problems that extras/before_after.py shows,
+    # a third of the list apart, have different templates.
     each = 1 if is_train else len(HELD_OUT)
     return [problem for k in range(each) for problem in problems[k::each]]
 

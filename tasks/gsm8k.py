@@ -7,8 +7,8 @@ program can check. The reward is 1 if the final answer is right, else 0.
     python train.py --config gsm8k model_path=DIR workflow=tasks.gsm8k.MathAgent
     two attempts
 
-The first command uses RLVRWorkflow and the function `reward`. The second uses MathAgent, which
-tells the model if its first answer is wrong, and asks again.
+The first command uses RLVRWorkflow and the function `reward`. The second uses MathAgent, which asks
+a second time if the first answer is wrong.
 
 **Evaluation.** The base model and the trained one answer all test problems four times, with the
 same prompt and sampling. At the end, the run prints both success rates, their intervals and pass@4
@@ -89,7 +89,8 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_
 ) -> float:
-    """rollout/reward.py runs this function in a separate process."""
+    """Return 1 if the answer is right, else 0. rollout/reward.py runs this function in a separate
+    process."""
     return float(is_right(completion, answer))
 
 
@@ -111,7 +112,8 @@ class MathAgent:
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         messages: list = list(data["messages"])
-        # math-verify can need minutes for an answer. A direct call would block all other episodes.
+        # math-verify can need minutes for an answer. Called directly, it would block all other
+        # episodes.
         check = AsyncRewardWrapper(is_right, self.timeout_seconds)
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)

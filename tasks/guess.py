@@ -9,12 +9,11 @@ tokens or versions.
 
 **Why six numbers.** With seven numbers, an agent can find every secret only if it begins with 4. If
 4 is wrong, three numbers and two guesses are left, so the second guess must be the middle of the
-three numbers. The model learns this second guess late, because not every game reaches it. Until
-then, games that begin with 4 earn the lowest reward. So with most seeds, training ends in a local
-optimum with another first guess. With six numbers, 3 and 4 are equally good first guesses. But 2
-and 5 are local optima, because an agent that begins with 2 or 5 can find five of six secrets. So a
-penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until
-the later guesses are learnt.
+three numbers. The model learns this second guess late, because not every game reaches it. By then,
+with most seeds, the model has settled on another first guess, which is a local optimum. With six
+numbers, 3 and 4 are equally good first guesses. But an agent that begins with 2 or 5 can find five
+of six secrets, so the model could settle on 2 or 5. A penalty on the distance to the base model
+(configs/demo.yaml) keeps every first guess likely until the later guesses are learnt.
 
 **Several strategies find every secret**, so the trained model may guess differently from binary
 search. `summary` draws both strategies side by side.
@@ -90,7 +89,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """In half of the games, the player guesses only numbers that the earlier answers allow."""
+    """Return the messages of a game with random guesses. In half of the games, the player guesses
+    only numbers that the game's earlier answers allow."""
     secret = rng.choice(SECRETS)
     listens = rng.random() < 0.5
     possible: Sequence[int] = SECRETS
@@ -109,7 +109,8 @@ def play_at_random(rng: random.Random) -> list[dict]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Make a two-layer Qwen3 (134k parameters) that plays at random, in the folder `path`."""
+    """Make a two-layer Qwen3 (134k parameters) that plays at random, and save it in the folder
+    `path`."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)

@@ -8,14 +8,14 @@ navigation metric: the length of the shortest way, divided by the length of the 
 goes through a wall or does not end at the home earns 0.
 
 **Why this task.** Answer lengths vary by a factor of ten, so some walks are unfinished when new
-weights arrive. The lengths also depend on the policy: a drunk's walk can reach the length limit,
-but the shortest way has only 54 moves on average. Generation takes about as long as training. So
-this task shows interruptions, staleness, and the overlap of generation and training.
+weights arrive. The lengths also depend on the policy: the base model's walk can reach the limit of
+240 tokens, but the shortest way has only 54 moves on average. Generation takes about as long as
+training. So this task shows interruptions, staleness, and the overlap of generation and training.
 
-**The base model** imitates a drunk. With probability 0.4, the drunk's next step follows the
-shortest way; otherwise it goes in a random open direction. The imitated walks are cut off after 64
-moves. A perfect imitation of the drunk, with walks of at most 240 tokens, has a mean SPL of 0.36.
-Any higher SPL was learnt by reinforcement.
+**The base model** imitates a drunk. With probability 0.4, the drunk's next move follows the
+shortest way. Otherwise the drunk goes in a random open direction. The imitated walks are cut off
+after 64 moves. A perfect imitation of the drunk, whose walks are cut off only at 240 tokens, has a
+mean SPL of 0.36. Any higher SPL was learnt by reinforcement.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by
 heart.
@@ -99,8 +99,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return None if the walk does not begin at `start`, names an unknown cell or goes through a
-    wall."""
+    """Return the cells of the walk, or None if it does not begin at `start`, names an unknown cell
+    or goes through a wall."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -139,7 +139,8 @@ def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
-    """Make a one-layer Qwen3 (85k parameters) that walks like a drunk, in the folder `path`."""
+    """Make a one-layer Qwen3 (85k parameters) that walks like a drunk, and save it in the folder
+    `path`."""
     from tasks import base_model
 
     tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])

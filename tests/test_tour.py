@@ -28,7 +28,7 @@ def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
     differently, so measured numbers may differ a little from those of the page. If the tour makes a
     different base model on this machine, nothing in the blocks has to agree."""
     page = (ROOT / "docs/lifecycle.md").read_text()
-    model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
+    model, committed = (re.findall(r"has the hash\s`(\w+)`", text) for text in (tour, page))
     if model == committed:
         number = re.compile(r"-?\d+\.\d+")
         words = [number.sub("", text) for text in (tour, page)]

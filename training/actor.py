@@ -1,28 +1,28 @@
 """The trainer's model computes log-probabilities, learns by PPO, and sends weights to servers.
 
-FSDPEngine is a frozen model, such as the reference policy. FSDPPPOActor is the policy: it has an
-optimizer, a version, and a connection to the servers. train.py shows the order of method calls.
+FSDPEngine is a model that does not learn, such as the reference policy. FSDPPPOActor is the policy:
+it has an optimizer, a version, and a connection to the servers. train.py shows the order of calls.
 
 **A batch is divided twice.** First, the batch's prompt groups are dealt out to mini-batches, and
 each optimizer step uses one mini-batch. Then a mini-batch is cut into pieces of at most `mb_tokens`
 tokens, and each forward and backward pass uses one piece. A piece's loss is divided by the number
-of trained tokens in the whole mini-batch, on all ranks. So the pieces' gradients add up to the
+of trained tokens in the whole mini-batch, not in the piece. So the pieces' gradients add up to the
 mini-batch's gradient, and mb_tokens affects only time and memory. Example: 64 rows of 1,000 tokens,
 4 mini-batches and mb_tokens=4096 give 4 optimizer steps of 4 pieces each.
 
-**Ranks.** Each rank holds one shard of the parameters (torch's FSDP2). Every rank gets the whole
-batch, computes all advantages and makes the same mini-batches. Only the forward and backward passes
-are divided among the ranks.
+**Ranks.** Each rank (training process) holds one shard of the parameters (torch's FSDP2). Every
+rank gets the whole batch, computes all advantages and makes the same mini-batches. Only the forward
+and backward passes are divided among the ranks.
 
-**Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings get no
-gradient and no optimizer state. Frozen weights are not in recover/, and are sent at most once.
+**Frozen layers.** With `frozen_layers` = n > 0, the first n layers and the embeddings have no
+gradient or optimizer state, are not in checkpoints (recover/), and go to the servers at most once.
 
-**Numbers.** The parameters and the optimizer's state are float32. For a pass on a GPU, FSDP casts
-everything to `dtype`. On a CPU, only matrix products use `dtype`. A token's log-probabilities under
-pi_theta, pi_prox and pi_behav all use the temperature at which the token was sampled.
+**Numbers.** The parameters and the optimizer's state are float32. On a GPU, FSDP casts the
+parameters to `dtype` for each pass. On a CPU, only matrix products use `dtype`. All
+log-probabilities of a token use the temperature at which the token was sampled.
 
-There is no tensor, pipeline or context parallelism, no LoRA and no critic. Another layout or number
-of ranks changes results only by rounding errors.
+There is no tensor, pipeline or context parallelism, no LoRA and no critic. Another number of ranks,
+or another layout of the rows (layout.py), changes results only by rounding errors.
 """
 
 import ctypes
@@ -83,7 +83,7 @@ class FSDPEngine:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.on_cpu = self.device.type == "cpu"
-        self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # in a pass
+        self.param_dtype = torch.float32 if self.on_cpu else self.dtype  # during a pass
         self.model: Any = None
         self.cut: Any = None  # cut_rows or cut_trees
         self.frozen: list[Any] = []  # frozen layers of the policy
@@ -93,7 +93,7 @@ class FSDPEngine:
         return dist.get_rank()
 
     def create_process_group(self, *_: Any, **__: Any) -> None:
-        """AReaL's arguments are ignored."""
+        """Join the ranks' process group. Ignores AReaL's arguments."""
         join_ranks()
 
     def initialize(self, *_: Any, **__: Any) -> None:
@@ -133,7 +133,8 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token | earlier tokens) as float32 (rows, T). Untrained tokens get 0. All
         ranks call this with the same batch."""
-        # With frozen layers, cut the same pieces as ppo_update, which reuses the frozen outputs.
+        # With frozen layers, cut the same pieces as ppo_update, which reuses the outputs of these
+        # layers.
         n = self.config.ppo_n_minibatches if self.frozen else 1
         parts = split_minibatches(batch, n)
         pieces = [piece for rows in parts for piece in self.passes(batch, rows)]
@@ -212,7 +213,8 @@ class FSDPPPOActor(FSDPEngine):
         self.running = ""  # key of the piece that runs
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
-        """Schedules end after `max_steps` training steps."""
+        """Load the model, and make its optimizer. The learning rate's schedule and `anneal` end
+        after `max_steps` training steps."""
         super().initialize()
         for layer in self.frozen:
             layer.forward = partial(self.run_frozen, layer is self.frozen[-1], layer.forward)
@@ -227,8 +229,8 @@ class FSDPPPOActor(FSDPEngine):
         )
 
     def run_frozen(self, is_last: bool, forward: Any, *args: Any, **keys: Any) -> Any:
-        """Run a frozen layer only in the first pass over a piece. Later passes use the stored
-        output of the last frozen layer, which never changes."""
+        """Run a frozen layer only in the first pass over a piece. In later passes, every frozen
+        layer returns the stored output of the last one, which is the same in every pass."""
         if self.running in self.outputs:
             return self.outputs[self.running]
         out = forward(*args, **keys)
@@ -242,7 +244,7 @@ class FSDPPPOActor(FSDPEngine):
         return super().forward(piece)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """AReaL's argument `meta` is ignored."""
+        """Store the rollout engine. Ignores AReaL's argument `meta`."""
         self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
@@ -265,7 +267,7 @@ class FSDPPPOActor(FSDPEngine):
         The batch gets new keys:
 
             theta_logp (rows, T)     log pi_theta in the last pass over each row
-            step_fraction (rows,)    the share of the step that was done before that pass
+            step_fraction (rows,)    the share of the training step that was done before that pass
             start_logp (rows, T)     if prox_logp is absent: log pi_theta of the first
                                      mini-batch before any optimizer step; 0 elsewhere
 
@@ -310,8 +312,9 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
-        """`count` is the mini-batch's number of trained tokens on all ranks, and `pieces` are this
-        rank's part. `fraction` is the share of the training step that is already done."""
+        """Make one optimizer step, and return its metrics. `count` is the mini-batch's number of
+        trained tokens on all ranks, and `pieces` are this rank's part of the mini-batch. `fraction`
+        is the share of the training step that is already done."""
         o = self.config.optimizer
         found = []
         # 1. Add up the gradients of all pieces. FSDP averages gradients over the ranks, so the
@@ -344,9 +347,9 @@ class FSDPPPOActor(FSDPEngine):
     def piece_loss(
         self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a piece's loss and metrics, divided by `count`, the mini-batch's number of trained
-        tokens. So the pieces' values add up to the mini-batch's mean. Writes
-        piece.tokens["theta_logp"] (N,)."""
+        """Return a piece's loss and metrics: sums over the piece's tokens, divided by `count`, the
+        mini-batch's number of trained tokens. So the pieces' values add up to the mini-batch's
+        mean. Writes piece.tokens["theta_logp"] (N,)."""
         c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
         logp, entropy = self.forward(piece)  # (N,), (N,)
@@ -397,7 +400,7 @@ class FSDPPPOActor(FSDPEngine):
         return {"model": model, "moments": moments, "numbers": numbers}
 
     def save_state(self, folder: Path) -> None:
-        """Each rank writes its own shards."""
+        """Write a checkpoint. Each rank writes its own shards."""
         dcp.save(self.state(), checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:

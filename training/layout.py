@@ -6,18 +6,18 @@ alone. So layouts differ only in time and memory.
 
     padded    rows of similar length are stacked, and the shorter ones are padded on the right. No
               token attends to the padding after it, so no mask is needed.
-    tree      rows lie end to end in one long row, but a shared prefix appears only once
+    tree      rows lie end to end in one sequence, but a shared prefix appears only once
               (tree_attention.py).
-    packed    a tree that shares nothing. A GPU kernel for bfloat16 keeps the rows apart.
+    packed    like tree, but without sharing. A GPU kernel for bfloat16 keeps the rows apart.
 
 Example: in the rows [a b c] and [d e] a model can predict b, c and e. The padded rows [a b c] and
 [d e -] have 6 hidden states, and the packed rows [a b c d e] have 5. In both layouts, hidden states
 0, 1 and 3 (those of a, b and d) predict b, c and e.
 
-Packed rows need their own attention function, `packed_attention`. Other kernels may ignore
-position_ids, and would then let the rows see each other without an error. `packed_attention`
-computes only full attention, so models with sliding windows, convolutions or recurrent states get
-padded rows.
+Packed rows need their own attention function, `packed_attention`. Other functions would have to
+find the rows' borders in position_ids. A function that ignores position_ids lets the rows see each
+other without an error. `packed_attention` computes only full attention, so models with sliding
+windows, convolutions or recurrent states get padded rows.
 """
 
 import re
@@ -51,8 +51,9 @@ class Piece(NamedTuple):
 
 
 def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """Token c of row r has the hidden state number states[r, c], which predicts token c + 1.
-    rows["row"] holds the rows' indices in the batch."""
+    """Return the piece of `rows`, with the model's `inputs`. Token c of row r has the hidden state
+    number states[r, c], which predicts token c + 1. rows["row"] holds the rows' indices in the
+    batch."""
     row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
     tokens = {
         key: x[row, before + 1] for key, x in rows.items() if x.shape == rows["loss_mask"].shape
@@ -73,8 +74,8 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def deal(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows out to n ranks in turn, the longest first. The token counts of two shares then
-    differ by at most the longest row's length."""
+    """Deal rows out to n ranks in turn, the longest first, and return the rows of each rank. The
+    token counts of two ranks then differ by at most the longest row's length."""
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [rows[k::n] for k in range(min(n, len(rows)))]
 
@@ -90,7 +91,8 @@ def split_minibatches(batch: Batch, n: int) -> list[list[int]]:
 
 
 def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
-    """Padded pieces of at most `mb_tokens` tokens. A longer row is a piece of its own."""
+    """Cut a batch into padded pieces of at most `mb_tokens` tokens. A longer row is a piece of its
+    own."""
     lengths = row_lengths(batch)
     [rows] = deal(lengths, 1)  # the longest first
     while rows:
@@ -103,7 +105,8 @@ def cut_rows(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
 
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
-    """Raises ConfigError for a model whose log-probabilities would be wrong."""
+    """Return the name of the layout. Raises ConfigError for a model whose log-probabilities would
+    be wrong."""
     shape = model.config.get_text_config()
     head = model.get_output_embeddings()
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
@@ -140,7 +143,7 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row of a packed piece. `query` has the shape (1, heads, t, d),
-    `key` and `value` (1, groups, t, d), and the output (1, t, heads, d)."""
+    `key` and `value` (1, key_heads, t, d), and the output (1, t, heads, d)."""
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     causal: Any = {"scale": scaling, "window_size": (-1, 0), **GROUPED}  # all before, none after
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)  # (t, heads, d)
@@ -148,5 +151,5 @@ def packed_attention(
 
 
 AttentionInterface.register("packed", packed_attention)
-# cuDNN is off: it would prepare a plan for every shape, and nearly every batch has a new shape.
+# cuDNN's attention is off: it prepares a plan for every shape, and most batches have new shapes.
 torch.backends.cuda.enable_cudnn_sdp(False)

@@ -5,15 +5,16 @@ the logits take 9.3 GiB, and so do their softmax and their gradient. But trainin
 numbers per token, the log-probability and the entropy.
 
 A token's logits depend only on one hidden state, so we compute the logits chunk by chunk, and keep
-only the two numbers per token. The backward pass recomputes the logits. With hidden state h, output
-layer W, temperature tau and sampled token id:
+only the two numbers per token. The backward pass recomputes the logits. With the hidden state h,
+the output layer W, the temperature tau and the sampled token's index id:
 
     z       = W h / tau                          logp    = z_id - log sum_k exp z_k
     log p_j = z_j - log sum_k exp z_k            entropy = - sum_j p_j log p_j
 
 With N = 4,096, forward and backward pass together take 289 MiB. Without chunks they would take
-11,733 MiB (`python bench/loss.py`). The price is a fourth matrix product. If a model scales, caps
-or shifts its logits, z is not W h / tau, so training/layout.py refuses such models.
+11,733 MiB (`python bench/loss.py`). The price is to compute the logits twice, a fourth matrix
+product beside the usual three. If a model scales, caps or shifts its logits, z is not W h / tau, so
+training/layout.py refuses such models.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def chunk_results(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunk_gradient(log_p: Tensor, ids: Tensor, g: Tensor, e: Tensor) -> Tensor:
-    """The gradient (c, V) of sum(g logp + e entropy) with respect to z. The weights `g` and `e`
+    """The gradient (c, V) of sum(g logp + e entropy) with respect to z. The factors `g` and `e`
     have the shape (c,). To save memory, the function may overwrite `log_p`."""
     # d logp / d z_j = [j = id] - p_j             d entropy / d z_j = -p_j (log p_j + entropy)
     p, g = log_p.exp(), g[:, None]

@@ -1,4 +1,5 @@
-"""The metrics of a batch: how old its tokens are, and whether server and trainer agree."""
+"""The metrics of a batch: how old its tokens are, and whether server and trainer give them the same
+log-probabilities."""
 
 from typing import Any
 
@@ -7,8 +8,9 @@ from torch import Tensor
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """The lag of a trained token is `version` minus the token's version. A row is mixed if its
-    trained tokens have more than one version."""
+    """Return the metrics of a batch that is consumed at `version`. The lag of a trained token is
+    `version` minus the token's version. A row is mixed if its trained tokens have more than one
+    version."""
     mask, versions = batch["loss_mask"].bool(), batch["versions"]  # (rows, T)
     newest = versions.masked_fill(~mask, -1).amax(1, keepdim=True)  # (rows, 1)
     mixed = (mask & (versions < newest)).any(1)[mask.any(1)]  # of the rows with trained tokens

@@ -1,4 +1,4 @@
-"""Guess the log-probabilities of pi_prox, the policy at the start of the step.
+"""Guess the log-probabilities of pi_prox (ppo.py), the policy at the start of the step.
 
 A forward pass that computes log pi_prox adds a third to the work of an update. To save this pass,
 prox_logp_method=loglinear (A-3PO, arXiv 2512.06547) interpolates between log pi_behav and log
@@ -10,9 +10,9 @@ token. When a fraction f of the step's mini-batches is done, pi_theta is roughly
 
 Example: v = 7, v_b = 5 and f = 0.5 give alpha = 2 / 2.5 = 0.8. For a fresh token (v_b = v), alpha
 is 0 and the guess is pi_behav, which equals pi_prox. In the first mini-batch f = 0, so for a stale
-token alpha is 1 and the guess is pi_theta, which still is pi_prox. Other guesses are approximate.
-For large lags, alpha is near 1 and the guess near pi_theta, so the clip of pi_theta / pi_prox
-hardly acts (docs/staleness.md). No gradient flows through the guess.
+token alpha is 1 and the guess is pi_theta, which still equals pi_prox. Other guesses are
+approximate. For large lags, alpha is near 1 and the guess near pi_theta, so the clip of pi_theta /
+pi_prox hardly acts (docs/staleness.md). No gradient flows through the guess.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Ranks are the processes that train together: `torchrun --nproc-per-node=N train.py ...`.
 
 Rank 0 runs the rollouts and trains; the others only train. In a collective operation, every rank
-waits for all others. So if one rank dies, torchrun ends the others.
+waits for all others. If one rank dies, the others would wait in vain, so torchrun ends them.
 """
 
 import os

@@ -19,10 +19,10 @@ tokens, but their tree has 6:
 So e (index 4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. If several
 rows train a token of the tree, their gradients add up.
 
-A block of 256 queries reads only the keys that at least one of its queries attends to. In bfloat16
-on a GPU, FlexAttention computes several blocks in one kernel, so a training step takes 2.59 s
-instead of 17.5 s (docs/gpu.md). In float32, trees and separate rows give the same loss up to 1e-6,
-and the same gradients up to 1e-5.
+Attention is computed for blocks of 256 queries. A block reads only the keys that at least one of
+its queries attends to. In bfloat16 on a GPU, FlexAttention computes several blocks in one kernel,
+so a training step takes 2.59 s instead of 17.5 s (docs/gpu.md). In float32, trees and separate rows
+give the same loss up to 1e-6, and the same gradients up to 1e-5.
 """
 
 from collections.abc import Iterator
@@ -126,7 +126,7 @@ def tree_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """softmax(q k' * scaling) v, where each token attends to its ancestors and itself. `query` has
-    the shape (1, heads, N, d), `key` and `value` (1, groups, N, d), and the output (1, N, heads,
+    the shape (1, heads, N, d), `key` and `value` (1, key_heads, N, d), and the output (1, N, heads,
     d)."""
     if query.is_cuda and query.dtype == torch.bfloat16 and len(subtree_end) > BLOCK:
         tree = block_mask(subtree_end)

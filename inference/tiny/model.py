@@ -7,22 +7,22 @@ The hidden state x holds one vector of D numbers for each token. Each layer adds
     x += W_down (silu(W_gate norm(x)) * W_up norm(x))        the feed-forward network
 
 After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v. Qwen3 applies norm
-to each head of q and k before the rotation. In a small model every tensor operation costs about a
-microsecond, whatever its size. So one product gives q, k and v, and another gives gate and up.
+to each head (d numbers) of q and k before the rotation. In a small model a tensor operation of any
+size costs about a microsecond. So one product gives q, k and v, and another gives gate and up.
 
-In each sequence, `step` feeds only the tokens without cached keys. Prefill, decode and the next
-turn of a conversation differ only in how many tokens they feed.
+*The cache* has a slot for each sequence, and `step` feeds only the tokens without cached keys.
+Prefill, decode and the next turn of a conversation differ only in how many tokens they feed. Slots
+have equal length (`fit`). Each is one piece, not a list of pages as in SGLang. So a step reads keys
+in place, but a shared prefix has to be copied (.24 ms for 145 tokens).
 
-*The cache* has slots of equal length (`fit`), not pages as in SGLang. So a step reads keys in
-place, but a shared prefix has to be copied (.24 ms for 145 tokens).
-
-*Bits.* On one CPU thread in float32, other rows never change a row's logits. But torch picks
-kernels by matrix shapes, and two kernels can add in different orders. So four rules fix the order:
-weights are stored column by column (`_load`), products have 8 to 128 rows (`product`, `attend`),
-prompts are padded to a multiple of 8 tokens, and `key_length` rounds up the key count.
+*Bits.* On one CPU thread in float32, a sequence's logits never depend on the other sequences of the
+step, not even in the last bit. Torch alone does not ensure this, because it picks kernels by matrix
+shapes, and two kernels can add in different orders. So four rules fix the order: weights are stored
+column by column (`_load`), products have 8 to 128 rows (`product`, `attend`), prompts are padded to
+a multiple of 8 tokens, and `key_length` rounds up the key count.
 
 *bfloat16.* The hidden state, norms, rotation and softmax stay in float32. On a CPU, oneDNN reorders
-each weight matrix once (`_load`), not for each product.
+(packs) each weight matrix once (`_load`), not for each product.
 """
 
 import json
@@ -77,7 +77,8 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Read config.json. generation_config.json may name more tokens that end a text."""
+    """Return config.json, updated with generation_config.json, which may name more tokens that end
+    a text. Raises ValueError for an unsupported model."""
     path, generation = Path(folder, "config.json"), Path(folder, "generation_config.json")
     config = json.loads(path.read_text())
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -98,13 +99,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Let a and b be the halves of each head of x (..., d), and `rotation` e^(i angle), (..., d/2).
     Return (a + ib) * rotation, with real and imaginary parts interleaved. Since q and k are
-    interleaved alike, q k' stays the same."""
+    interleaved alike, q k' is the same as without interleaving."""
     a, b = x.chunk(2, dim=-1)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d).
+    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d), with T = rows * columns.
 
     q       (rows, columns, heads, d)
     k, v    (rows, groups, length of a slot, d), of which only the first n_keys keys count
@@ -153,17 +154,17 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def round_up_a_little(n: int, multiple: int) -> int:
-    """Round n up to one of few results. If `multiple` is 8, the results are 8, 16, ..., 64, 80, 96,
-    112, 128, 160 and so on."""
+    """Round n up to one of a few values. If `multiple` is 8, these are 8, 16, ..., 64, 80, 96, 112,
+    128, 160 and so on."""
     return round_up(n, max(multiple, (1 << (n - 1).bit_length()) // 8))
 
 
 def key_length(longest: int) -> int:
-    """Round up `longest`, the number of keys that each row attends to.
+    """Round up `longest`, the number of keys that a step reads for each sequence.
 
-    The attention kernel works in blocks of 512 keys. If the last block had 256 to 448 keys, the
-    kernel added in another order (seen on two CPUs). Another order changes the bits, so such a
-    block is filled up to 512 keys.
+    The attention kernel works in blocks of 512 keys. With 256 to 448 keys in the last block, the
+    kernel adds in another order (seen on two CPUs). Another order changes the bits, so such a block
+    is filled up to 512 keys.
     """
     keys = round_up(longest, 64)
     return round_up(keys, 512) if keys % 512 > 192 else keys
@@ -180,8 +181,8 @@ class Model:
         dtype: str = "float32",
         device: str = "cpu",
     ) -> None:
-        """Load a Hugging Face folder, with room for `slots` sequences and `tokens` tokens in total.
-        Raises ValueError for an unsupported model."""
+        """Load a Hugging Face folder, and make a cache for at most `slots` sequences and `tokens`
+        tokens in total. Raises ValueError for an unsupported model."""
         config = read_config(folder)
         files = read_weights(folder)
         eos = config.get("eos_token_id")
@@ -236,9 +237,9 @@ class Model:
         self.graphs = Graphs() if self.device.type == "cuda" else None
 
     def _load(self, named: Mapping[str, Tensor]) -> None:
-        """Join weights (out, in), and biases, along `out`. A joined matrix is transposed to (in,
-        out), unless oneDNN packs the matrix. New weights overwrite the old tensors, where CUDA
-        graphs read them."""
+        """Join the weights (out, in) or biases (out,) of each part along `out`. A joined matrix is
+        transposed to (in, out), unless oneDNN packs the matrix. New weights are copied into the old
+        tensors, because CUDA graphs read those."""
         for owner, part, names in self.parts:
             if names[0] not in named:
                 continue
@@ -257,8 +258,8 @@ class Model:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0) -> Tensor:
-        """Feed the tokens feeds[r] to slot first_slot + r, where cached[r] tokens are cached
-        already. Return the logits (rows, vocab) of each row's next token."""
+        """Feed the tokens feeds[r] to slot first_slot + r, which already holds the keys of
+        cached[r] tokens. Return the logits (rows, vocab) of each row's next token."""
         reach = max(map(sum, zip(cached, map(len, feeds), strict=True)))  # keys of the longest row
         if self.graphs is None or max(map(len, feeds)) > 1:
             inputs = self._inputs(feeds, cached, first_slot)
@@ -290,7 +291,7 @@ class Model:
         positions = torch.tensor(cached)[:, None] + torch.arange(columns)
 
         # `places` says where the first head's keys go in the cache. Padding gets a huge place,
-        # which `_layers` lowers to the cache's last.
+        # which `_layers` lowers to the last place of the cache.
         slots = torch.arange(first_slot, first_slot + rows)
         places = slots[:, None] * self.groups * self.kv.shape[4] + positions
         if min(lengths) < columns:
@@ -368,7 +369,8 @@ class Model:
     def replace_weights(self, named: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model. Layers that the trainer freezes may be missing. Raises
         RuntimeError, and changes nothing, if all weights are missing, or if one has another shape
-        or is not finite. A NaN is refused, because no mask hides a NaN in cached keys."""
+        or is not finite. A NaN is refused, because it would get into the cached keys, and the
+        attention mask does not hide a NaN."""
         joined = (names for *_, names in self.parts if not named.keys().isdisjoint(names))
         new = {name for names in joined for name in names}
         wrong = [  # a sum is quick, and finite only if all numbers are

@@ -4,8 +4,8 @@ Every draw uses one random number: a hash of the request's seed and the token's 
 requests do not change the draw. If an aborted request is sent again with its seed and partial
 output, its next tokens get the same random numbers as without the abort.
 
-Log-probabilities are log_softmax(logits / T) after penalties but before top_p and top_k. Greedy
-requests (T = 0) use T = 1 in this formula.
+At temperature T, log-probabilities are log_softmax(logits / T), after penalties but before top_p
+and top_k. Greedy requests (T = 0) use T = 1 in this formula.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def truncate(weights: Tensor, top_p: float, top_k: int) -> None:
-    """Zero the weights (vocab,) that top_p or top_k excludes."""
+    """Set the probabilities `weights` (vocab,) to 0 where top_p or top_k excludes the token."""
     ranked, order = weights.sort(descending=True)
     excluded = ranked.cumsum(0) - ranked >= (top_p if top_p < 1 else torch.inf)
     excluded[0] = False

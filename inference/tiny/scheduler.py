@@ -1,9 +1,9 @@
 """Decide which sequences have a slot in the cache, and which sequences the next step feeds.
 
 Each request becomes a sequence, which waits for a *slot*, one row of the cache of keys and values.
-A step feeds tokens to running sequences. When all tokens of a sequence have been fed, the step
-draws a new token. In this example, A and B begin with the same 40 tokens, and C is a long prompt of
-another session:
+A step feeds tokens to the running sequences, those with a slot. When all tokens of a sequence have
+been fed, the step draws a new token. In this example, A and B begin with the same 40 tokens, and C
+is a long prompt of another session (episode):
 
     A, B, C arrive    slots A C       B waits until A has computed the 40 shared tokens
     prefill           A's prompt is fed
@@ -12,12 +12,12 @@ another session:
     A ends            slots B C (A)   B moves to slot 0; slot 2 keeps A's keys for A's next turn
 
 *Slots.* The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the
-cache. All slots have the same length: a cache of 16,384 tokens has room for 85 slots of 192 tokens
-or 32 of 512. So slots grow only when a sequence needs more room. A sequence that loses its slot
-waits again.
+cache. All slots have the same length. The longer they are, the fewer fit: a cache of 16,384 tokens
+has room for 85 slots of 192 tokens or 32 of 512. So slots grow only when a sequence needs more
+room. A sequence that loses its slot waits again.
 
 *Fairness.* The session that runs the fewest sequences comes first. If all slots are taken, a
-session that runs n sequences gives up a slot to a waiting session that runs at most n - 2. A
+session that runs m sequences gives up a slot to a waiting session that runs at most m - 2. A
 sequence waits if it is too long to fit beside the running ones. For PATIENCE steps, all others may
 overtake this sequence. After that, only sessions that run fewer sequences may do so.
 
@@ -88,7 +88,7 @@ class Scheduler:
     # A step
 
     def step(self) -> bool:
-        """Return False if paused, or if there is nothing to compute."""
+        """Compute one step. Return False if paused, or if there is nothing to compute."""
         if self.paused:
             return False
         self._grow()
@@ -128,13 +128,13 @@ class Scheduler:
         return self._prefill(left)
 
     def _prefill(self, left: list[int]) -> tuple[int, int, int]:
-        """Begin with the shortest prompt, but prefer prompts that have waited more than PATIENCE
-        steps. Add the prompts of neighbouring slots while they fit into the step. A long prompt is
-        fed alone and in pieces."""
+        """Return (first, end, most) for a prefill. Begin with the shortest prompt, but prefer
+        prompts that have waited more than PATIENCE steps. Add the prompts of neighbouring slots
+        while they fit into the step. A long prompt is fed alone and in pieces."""
         ranks = [(self.steps - one.used <= PATIENCE, n) for one, n in zip(self.running, left)]
         first = ranks.index(min(rank for rank in ranks if rank[1] > 1))
-        # The more tokens are cached, the shorter is a piece. On a CPU, a piece has at most 128
-        # tokens after 2,048 cached ones, and 16 after 16,384.
+        # The more tokens are cached, the longer attention takes, so pieces get shorter. On a CPU, a
+        # piece has at most 128 tokens after 2,048 cached ones, and 16 after 16,384.
         piece = self.model.prefill * 512 // max(1, self.slots[first].cached)
         most = min(self.model.chunk, max(FEWEST, piece))  # tokens of a row, with padding
         end, columns = first + 1, min(most, round_up(left[first], FEWEST))
@@ -149,12 +149,12 @@ class Scheduler:
     # Who has a slot
 
     def _admit(self) -> None:
-        """Start waiting sequences in order of their turns."""
+        """Give slots to waiting sequences. Sessions that run the fewest sequences come first."""
         if self.waiting:
             self._make_room()
         runs, turns = self._runs(), dict[Sequence, int]()
         for one in self.waiting:
-            turns[one] = runs[one.session]  # how many sequences its session runs before it
+            turns[one] = runs[one.session]  # how many sequences of its session come before it
             runs[one.session] += 1
         for one in sorted(turns, key=turns.__getitem__):
             length, slots = self.model.fit(max(self.length, len(one.tokens)))
@@ -171,7 +171,8 @@ class Scheduler:
         if other in self.running and other.cached < most:  # spares the comparisons below
             return
 
-        # Take the idle slot with the longest common prefix; among equals, the least recently used.
+        # Take the idle slot whose keys share the longest prefix with this sequence; among equals,
+        # the least recently used.
         wanted = one.tokens[:-1]  # the last token is always fed: its logits give the next one
         found = []
         for slot, last in enumerate(self.slots[self.n :], self.n):
@@ -204,10 +205,10 @@ class Scheduler:
         runs = self._runs()
         one = min(self.waiting, key=lambda one: runs[one.session])
         _, slots = self.model.fit(max(self.length, len(one.tokens)))
-        needed = self.n - slots + 1  # how many have to go back
+        needed = self.n - slots + 1  # how many have to give up their slot
         # Every other session keeps one sequence more than `one.session` runs.
         spare = sum(max(0, count - runs[one.session] - 1) for count in runs.values())
-        # A single slot goes to a waiting sequence at most half as long as the running one.
+        # The only slot goes to a waiting sequence that is at most half as long as the running one.
         is_blocked = self.n == slots == 1 and 2 * len(one.tokens) <= len(self.slots[0].tokens)
         if is_blocked or needed <= spare:
             for _ in range(needed):

@@ -10,13 +10,13 @@ feeds at most 512 prompt tokens (2,048 on a GPU), or one token per sequence.
 A route ignores unknown fields of a body, as SGLang does. But the server refuses an unknown sampling
 parameter, because ignoring it would change the tokens' distribution.
 
-In float32 on a CPU, a request's tokens and logprobs depend only on its prompt, its sampling_params
-and the weights. In bfloat16 or on a GPU, other requests change the rounding, and thereby the
-tokens. New weights replace the old ones between two steps, and unfinished requests continue with
-the new weights. A request also continues when its client hangs up, unless /abort_request ends it.
-Not supported: streaming, prompts as text, several prompts in one request, logprobs of prompts,
-grammars, LoRA, mixtures of experts, the pause mode in_place, and new weights through a process
-group.
+In float32 on one CPU thread, a request's tokens and logprobs depend only on its prompt, its
+sampling_params and the weights. In bfloat16 or on a GPU, other requests may change the rounding,
+and thereby the tokens. New weights replace the old ones between two steps, and unfinished requests
+continue with the new weights. A request continues even when its client hangs up, unless
+/abort_request ends it. Not supported: streaming, prompts as text, several prompts in one request,
+logprobs of prompts, grammars, LoRA, mixtures of experts, the pause mode in_place, and new weights
+through a process group.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def create_app(scheduler: Scheduler, key: str = "") -> FastAPI:
     async def compute() -> None:
         try:
             while scheduler.step():
-                for _ in range(3):  # a request takes three turns of the loop: read, run, answer
+                for _ in range(3):  # a request takes three rounds of the loop: read, run, answer
                     await asyncio.sleep(0)
         except Exception:  # without steps, all clients would wait forever
             traceback.print_exc()

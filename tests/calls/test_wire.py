@@ -32,9 +32,7 @@ def body_of(name: str, items: Items, **fields: Any) -> dict[str, Any]:
     return {"input" if name == "responses" else "messages": items, "max_tokens": 99} | fields
 
 
-async def ask(
-    harness: Harness, session: str, name: str, items: Items, **fields: Any
-) -> dict[str, Any]:
+async def ask(harness: Harness, session: str, name: str, items: Items, **fields: Any) -> Any:
     """The reply to a raw request."""
     answer = await harness.post(f"/{session}/v1/{name}", body_of(name, items, **fields))
     assert answer.status_code == 200, answer.text

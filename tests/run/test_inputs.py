@@ -62,6 +62,7 @@ def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None
         ("{}", ["evaluator.interval=1"], "no data: set valid_dataset.path"),
         ("{}", ["tokenizer_path=/nowhere"], "tokenizer_path=/nowhere"),
         ("{}", ["model_path=/nowhere"], "no model at /nowhere"),
+        ("{}", ["ref.path=/nowhere"], "no model at /nowhere"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(
