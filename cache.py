@@ -67,18 +67,16 @@ class InteractionWithTokenLogpReward:
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # as the agent received it
     reward: float | None = None  # r(i); after the discount, R(i)
-    # set by `enter`:
+    # set by InteractionCache.enter:
     parent: "InteractionWithTokenLogpReward | None" = None
-    # The parent's turn_id plus 1. A call without a parent gets 0 or, if it has links, 1 more than
-    # the largest turn_id of the calls that it has read.
-    turn_id: int = 0
     digest: int = 0  # of all messages
-    # The calls whose answers this call has read: its parent and, through links, others. If one of
-    # these has read another, only the reader is listed.
+    # set by InteractionCache.enter for the parent, and by Session._link for links:
+    turn_id: int = 0  # 1 more than the parent's or, without a parent, than the largest in `reads`
+    # The calls whose answers this call has read. If one has read another, only the reader is here.
     reads: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # set by a session:
     first_digest: int = 0  # of this call's first message
-    # the digests of the first messages of the agent's own conversations
+    # the session's set, which still grows: first messages that begin no side conversation
     agent_digests: set[int] = field(default_factory=set)
     # set by an export: pairs (turn, whether this row trains it)
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)

@@ -12,7 +12,7 @@ Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead
 which has no gradient, corrects for the fact that pi_behav sampled the token, not pi_prox. Where
 data is fresh, pi_prox is pi_behav, w is 1, and J is the objective of standard PPO.
 
-Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has w = 1.5 and u = 1.5.
+Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.42 has w = 1.5 and u = 1.4.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 If a token's w exceeds `behave_imp_weight_cap`, its term in J is 0, but the mean still counts the

@@ -27,8 +27,8 @@ rollout/dispatcher.py applies a second rule, which `rollout.stale` names:
   have version s when p starts (inference/servers.py).
 - **mask** takes the groups that finished first, so no step waits for a slow group. It excludes
   tokens with a lag above eta from the loss, and drops groups with no trained token left. If a group
-  ends at version f, its tokens of version f are never too old, so few groups are dropped. *Proof:*
-  number groups as they end. When p ends, p <= (eta + f + 1) B, so p is taken by version eta + f.
+  ends at version f, its tokens of version f are never too old. *Proof:* number groups as they end.
+  When p ends, p <= (eta + f + 1) B, so p is taken by version eta + f. So few groups are dropped.
 - **drop** takes the groups that finished first, but drops a group whose age exceeds eta.
 
 The proofs assume that every step consumes B groups, and that versions never fall. Otherwise a group

@@ -187,7 +187,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     subproc_max_workers: int = 4
     discount: float = 1.0  # gamma in R = r + gamma * mean R(calls that read it)
     compaction: str = "link"  # or cut; says which answers a call has read (run/config.py)
-    export_style: str = "individual"  # a row per turn; a run's default is concat, a row per leaf
+    export_style: str = "individual"  # AReaL's default; a run sets rollout.openai.export_style
     episode_timeout_seconds: float = 3600.0
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 

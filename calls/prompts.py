@@ -67,8 +67,8 @@ class PromptBuilder:
         self.splices, self.splices_results = messages == SPLICED, results == SPLICED
 
     def _way(self, answer: Message, new: Message) -> str:
-        """Say how prompts get the message `new` after `answer`. SPLICED means that its text does
-        not depend on the history."""
+        """Say how prompts get the message `new` after `answer`. SPLICED means that the text that
+        the template writes for `new` does not depend on the history."""
         try:
             whole = self._render([*STUB, STUB[0], answer, new], {})
         except Refusal as error:

@@ -225,8 +225,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def write_event(data: Json, number: int) -> bytes:
-    """Write one event of a stream. The event is ASCII, because some clients take U+2028 for the end
-    of a line."""
+    """Encode an event as ASCII, because some clients take U+2028 for the end of a line."""
     kind = data.get("type", "")
     numbered = {"sequence_number": number} if kind.startswith("response.") else {}
     name = f"event: {kind}\n" if kind else ""

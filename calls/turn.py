@@ -10,10 +10,10 @@ So an agent can continue or reward the call as soon as the reply arrives.
 
 **Retries.** If the connection times out or the status is 5xx, a client sends the same body again.
 SDKs count retries in the header x-stainless-retry-count. Without this header, or with 0 in it, a
-request is always a new call. A retry joins the newest call with the same body. While that call
-runs, both requests wait for its reply. If that call has finished, its reply is sent again. If that
-call has failed, the retry becomes a new call. If a client makes several equal calls, a retry may
-get the reply of the wrong one.
+request is always a new call. A retry is matched with the newest call that has the same body. While
+that call runs, both requests wait for its reply. If that call has finished, its reply is sent
+again. If that call has failed, the retry becomes a new call. If a client makes several equal calls,
+a retry may get the reply of the wrong one.
 
 **Streams.** The text is sent only when the reply is complete (calls/replies.py). Until then, the
 client gets an event every PROGRESS_SECONDS. The HTTP status is sent with the first event, so a call

@@ -1,6 +1,6 @@
 """An agent with Claude Code (https://code.claude.com), a coding agent that runs shell commands.
 
-The example uses no sandbox, and `--allowedTools Bash` lets Claude Code run every shell command. So
+The example uses no sandbox, and `--allowedTools Bash` lets Claude Code run any shell command. So
 during training, run a coding agent in its own container. `--bare` and `--system-prompt` leave out
 Claude Code's usual instructions to the model, which have about 80 kB.
 """

@@ -344,9 +344,9 @@ class Canary:
     can hide that a server has missed an update, but then its answer is bit for bit the same as
     before.
 
-    The trainer does not wait for the new answer. Instead it scores the previous answer: it computes
-    its log-probabilities under the new weights. After the next batch, these scores are compared
-    with the server's log-probabilities of the new answer, up to the first token that differs.
+    The trainer does not wait for the new answer. Instead it computes the log-probabilities of the
+    previous answer under the new weights. After the next batch, they are compared with the server's
+    log-probabilities of the new answer, up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:

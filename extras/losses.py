@@ -130,7 +130,7 @@ def reject(
     **keys: Any,
 ) -> Result:
     """Leave out a row if one token has w < veto or (log w)^2 / 2 > k2 (verl, rollout correction).
-    With c = `geometric_mean`, also leave out a row if its geometric mean of w is outside 1/c to c.
+    Also leave out a row whose geometric mean of w is outside 1/c to c, where c is `geometric_mean`.
     This mean is near 1 even in long rows, so choose for example c = 1.01."""
     mask = loss_mask.bool()
     log_w = log_ratio(prox_logp, old_logp, mask)

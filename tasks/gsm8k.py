@@ -112,7 +112,7 @@ class MathAgent:
     async def run(self, data: dict, **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(max_retries=0, **extra_kwargs)
         messages: list = list(data["messages"])
-        # math-verify can need minutes for an answer. Called directly, it would block all other
+        # math-verify can take minutes to check an answer. Called directly, it would block all other
         # episodes.
         check = AsyncRewardWrapper(is_right, self.timeout_seconds)
         for turn in range(self.max_turns):

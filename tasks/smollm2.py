@@ -120,7 +120,7 @@ def convert(file: Path, path: Path) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     state = {}
-    for name, _ in model.named_parameters():  # the embeddings are also the output layer
+    for name, _ in model.named_parameters():  # the output layer is tied to the embeddings
         tensor = tensors[names.get_name(name, [".weight"])]
         w = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         for part, n in (("q_proj", heads), ("k_proj", groups)):

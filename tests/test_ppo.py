@@ -87,8 +87,8 @@ def test_the_loss_is_the_papers_objective(seed, is_standard):
 
 
 def test_the_example_of_the_docstring():
-    """The probabilities 0.2, 0.3 and 0.45 give w = 1.5, u = 1.5, and the term 1.8."""
-    behav, prox, theta = (torch.tensor([p]).log() for p in (0.2, 0.3, 0.45))
+    """The probabilities 0.2, 0.3 and 0.42 give w = 1.5, u = 1.4, and the term 1.8."""
+    behav, prox, theta = (torch.tensor([p]).log() for p in (0.2, 0.3, 0.42))
     loss, _ = ppo_actor_loss_fn(theta, prox, behav, torch.ones(1), torch.ones(1))
     assert loss.item() == pytest.approx(-1.8)
 

@@ -79,7 +79,7 @@ def lay_out(rows: list[int], ids: Tensor, shared: Tensor) -> PackedTree:
     column = torch.arange(ids.shape[1])
     is_new = (ids >= 0) & (column >= shared[:, None])  # (R, T)
     row, depth = is_new.nonzero(as_tuple=True)  # (N,), (N,)
-    # A row that adds no token in a column uses the token last added in that column.
+    # Where a row adds no token, it has the token that an earlier row added last in that column.
     index = is_new.flatten().cumsum(0).view(is_new.shape) - 1  # (R, T)
     states = index.where(is_new, 0).cummax(0).values  # (R, T)
     # A token's subtree ends where the first later row without this token begins, or at the end.

@@ -123,8 +123,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     if columns > 1:
         mask = mask.repeat(1, 1, share, 1)
     if PACKS and q.is_cpu and q.dtype == torch.bfloat16:
-        # In bfloat16, two matrix products are faster than torch's own attention. The product with k
-        # takes whole slots, because torch would copy parts of slots.
+        # In bfloat16, two matrix products are faster than torch's own attention. Multiply by whole
+        # slots of k, and cut the scores to n afterwards, because torch would first copy k[:, :,
+        # :n].
         scores = torch.add(mask, (folded @ k.mT)[..., :n].float(), alpha=q.shape[-1] ** -0.5)
         out = torch.softmax(scores, -1).to(v.dtype) @ values
     else:  # on a CPU, repeat q, so that a product has at least FEWEST rows

@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--exit-with-parent", action="store_true")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    random.seed(args.seed)  # the source of seeds for requests without one
+    random.seed(args.seed)  # requests without a seed draw one from `random`
     listener = listen(args.host, args.port, args.api_key)
     model = Model(
         args.model_path, args.max_running_requests, args.max_total_tokens, args.dtype, args.device
