@@ -14,7 +14,7 @@ messages.
 
 The **rewards** r(i) of calls i become final rewards R(i), from the last call to the first:
 
-    R(i) = r(i) + gamma * mean of R(c) over the calls c that read i    (0 if no call reads i)
+    R(i) = r(i) + gamma * mean of R(c) over the calls c that read i directly    (0 if none does)
 
 With gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. A call has read the
 answer that it continues: B and C have read A. Through a **link** it has also read other answers,
@@ -88,8 +88,8 @@ class InteractionWithTokenLogpReward:
 
     @property
     def is_side(self) -> bool:
-        """Whether this is a side conversation (calls/sessions.py). Calls with the same first
-        message are judged together."""
+        """Whether this is a side conversation (calls/sessions.py). Of the calls with the same first
+        message, all are or none is."""
         return bool(self.agent_digests) and self.first_digest not in self.agent_digests
 
     @property
@@ -122,7 +122,7 @@ class InteractionWithTokenLogpReward:
         return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
-        """Return the row as bool, int32 and float32 tensors: (1, L), for L tokens, or (1,)."""
+        """Return the row as bool, int32 and float32 tensors: (1, T), for T tokens, or (1,)."""
         import torch  # slow to import, and the proxy does not need it
 
         tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}

@@ -6,11 +6,12 @@
     w = pi_prox / pi_behav     how far pi_prox is from pi_behav, the policy that sampled the token
 
 Here pi_theta is the policy that the optimizer changes, and A is the advantage of the token's turn.
-Standard PPO has only one old policy: it clips around the policy that sampled the data. If the data
+Textbook PPO has only one old policy: it clips around the policy that sampled the data. If the data
 is stale, this policy is several versions old, but the clip still keeps pi_theta close to it.
 Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298) clips around pi_prox instead. The weight w,
 which has no gradient, corrects for the fact that pi_behav sampled the token, not pi_prox. Where
-data is fresh, pi_prox is pi_behav, w is 1, and J is the objective of standard PPO.
+data is fresh, pi_prox is pi_behav, w is 1, and J is the objective of textbook PPO. The key
+`actor.use_decoupled_loss=false` sets w to 1 always (`describe_mode`).
 
 Example: a token with pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.42 has w = 1.5 and u = 1.4.
 With eps = 0.2 and A = 1 the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
@@ -137,7 +138,7 @@ def compute_advantages(
     do not count towards the mean and std.
     """
     trained = batch["loss_mask"] > 0  # (rows, T)
-    # Sums of float32 numbers are exact in float64, so equal rewards give A = 0.
+    # A sum of equal float32 numbers is exact in float64, so equal rewards give A = 0.
     rewards = (batch["turn_rewards"][trained] * reward_scaling).double()  # (M,)
     rows, turn_ids, turn_of = number_turns(batch)
     R = rewards.new_zeros(len(rows)).scatter(0, turn_of, rewards)  # (N,)

@@ -100,7 +100,7 @@ class RolloutWorkflow:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Join the turns of a conversation in one row (1, L) of L tokens. Each turn's prompt must begin
+    """Join the turns of a conversation in one row (1, T) of T tokens. Each turn's prompt must begin
     with the prompt and answer of the turn before. Every turn gets `reward`."""
     calls = [
         Interaction([], model_response=x, reward=reward, turn_id=k) for k, x in enumerate(turns)

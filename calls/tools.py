@@ -48,8 +48,8 @@ def find_calls(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def split_thinking(text: str, ended: bool) -> tuple[str, str]:
-    """Return the reasoning and the text after it. If the answer has `ended` by itself, not at a
-    token limit, and has no </think>, all of it is text, because the model has skipped the
+    """Return the reasoning and the text after it. Without </think>, an answer that has `ended` by
+    itself is all text (the model skipped the reasoning), and one cut at a token limit is all
     reasoning."""
     bare = text.lstrip()
     if not bare.startswith(THINK):

@@ -110,7 +110,7 @@ def steps_without_correction(lines: list[Record], config: Any) -> int:
 
 
 def failed_share(lines: list[Record], config: Any) -> float:
-    """The share of episodes that raised an exception. A failed group counts with all members."""
+    """The share of episodes that raised an exception. All members of a failed group count."""
     members = fraction(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
     return fraction(lines, "failed", "accepted", "rejected") + members
 

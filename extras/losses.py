@@ -198,8 +198,9 @@ def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Te
 def guess_errors(
     prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor
 ) -> dict[str, Tensor]:
-    """Return the errors (N,) of each guess, and of the w and u that follow from it. A run with
-    actor.prox_logp_method=metrics logs them."""
+    """Return the absolute and relative errors (N,) of each guess of log pi_prox, and of the weight
+    w and the ratio u that follow from the guess. A run with actor.prox_logp_method=metrics logs
+    them."""
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:
         w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))

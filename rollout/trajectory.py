@@ -1,25 +1,25 @@
 """A trajectory is the dict of tensors that the rollout side passes to the trainer.
 
-A row is one sequence. Here B is the number of rows, all padded to L tokens. **Position t of every
-[B, L] tensor describes token t**: versions[b, t] is the version that computed input_ids[b, t].
+A row is one sequence, padded to T tokens. **Position t of every (rows, T) tensor describes token
+t**: versions[r, t] is the version that computed input_ids[r, t].
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
-| input_ids | int32 [B, L] | prompt and completion, turn after turn | 0 |
-| attention_mask | bool [B, L] | True for a token, False for padding | False |
-| loss_mask | int32 [B, L] | 1 = train on this token | 0 |
-| logprobs | float32 [B, L] | log-probability at sampling (log pi_behav); 0 outside turns | 0 |
-| versions | int32 [B, L] | policy version that computed the token; -1 if none did | -1 |
-| turn_ids | int32 [B, L] | number of the token's turn (0, 1, ...); -1 outside of turns | -1 |
-| turn_rewards | float32 [B, L] | final reward of the token's turn; 0 outside turns | 0 |
-| temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside turns | 1 |
-| rewards | float32 [B] | final reward of the row's last turn | |
-| truncated | int32 [B] | 1 = the last turn reached its token limit | |
-| side_conversations | int32 [B] | 1 = untrained side conversation (calls/sessions.py) | |
-| masked | int32 [B] | number of tokens that are too old for the loss (staleness.py) | |
-| parents | int32 [B] | index, within the task, of the row that this row continues; -1 = none | |
-| group_ids | int32 [B] | equal for the rows of one prompt group | |
-| task_ids | int32 [B] | the task that made the row | |
+| input_ids | int32 (rows, T) | prompt and completion, turn after turn | 0 |
+| attention_mask | bool (rows, T) | True for a token, False for padding | False |
+| loss_mask | int32 (rows, T) | 1 = train on this token | 0 |
+| logprobs | float32 (rows, T) | log-probability at sampling (log pi_behav); 0 outside turns | 0 |
+| versions | int32 (rows, T) | policy version that computed the token; -1 if none did | -1 |
+| turn_ids | int32 (rows, T) | number of the token's turn (0, 1, ...); -1 outside of turns | -1 |
+| turn_rewards | float32 (rows, T) | final reward of the token's turn; 0 outside turns | 0 |
+| temperatures | float32 (rows, T) | temperature of the sampling; 1 outside turns | 1 |
+| rewards | float32 (rows,) | final reward of the row's last turn | |
+| truncated | int32 (rows,) | 1 = the last turn reached its token limit | |
+| side_conversations | int32 (rows,) | 1 = untrained side conversation (calls/sessions.py) | |
+| masked | int32 (rows,) | number of tokens that are too old for the loss (staleness.py) | |
+| parents | int32 (rows,) | index in the task of the row that this one continues; -1 = none | |
+| group_ids | int32 (rows,) | equal for the rows of one prompt group | |
+| task_ids | int32 (rows,) | the task that made the row | |
 
 A workflow must return input_ids and attention_mask. Without loss_mask, no token is trained. Without
 turn_ids, all trained tokens of a row form one turn.
@@ -37,7 +37,7 @@ from cache import Interaction
 
 
 class Key(NamedTuple):
-    dims: int  # 2: [B, L], a value per token; 1: [B], a value per row
+    dims: int  # 2: (rows, T), a value per token; 1: (rows,), a value per row
     dtype: torch.dtype
     fill: float = 0  # for padding and for missing keys
 
@@ -64,14 +64,14 @@ Trajectory = dict[str, Tensor]
 
 
 def version_span(traj: Trajectory, tokens: Tensor) -> tuple[int | None, int | None]:
-    """Return the oldest and newest version of the tokens in a mask (B, L). An empty mask gives
+    """Return the oldest and newest version of the tokens in a mask (rows, T). An empty mask gives
     (None, None)."""
     versions = traj["versions"][tokens].tolist()
     return min(versions, default=None), max(versions, default=None)
 
 
 def generated(traj: Trajectory) -> Tensor:
-    """The mask (B, L) of the tokens that the policy sampled, trained or not."""
+    """The mask (rows, T) of the tokens that the policy sampled, trained or not."""
     return traj["turn_ids"] >= 0
 
 
@@ -82,8 +82,8 @@ def head_version(traj: Trajectory) -> int | None:
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
     """Take tokens older than `oldest` out of the loss. Return None if all trained tokens are
     older."""
-    old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
-    mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
+    old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (rows, T)
+    mask = traj["loss_mask"].masked_fill(old, 0)  # (rows, T)
     nothing_left = old.any() and not mask.any()
     return None if nothing_left else traj | {"loss_mask": mask, "masked": old.sum(1).int()}
 
@@ -121,7 +121,7 @@ def complete(
     full["loss_mask"] = full["loss_mask"] * full["attention_mask"]  # padding is not trained
     if "turn_ids" not in traj:
         full["turn_ids"] = full["loss_mask"].clamp(max=1) - 1
-    sampled = generated(full)  # (B, L)
+    sampled = generated(full)  # (rows, T)
     for key, value in (("versions", version), ("temperatures", temperature)):
         if key not in traj:
             full[key][sampled] = value
@@ -133,7 +133,7 @@ def complete(
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all rows to the length of the longest trajectory, and stack them in order.
 
-    A key is padded only if its tensors have the shape [B, L, ...] in all trajectories. Raises
+    A key is padded only if its tensors have the shape (rows, T, ...) in all trajectories. Raises
     ValueError if there is no trajectory, or if the keys differ.
     """
     if not trajectories:

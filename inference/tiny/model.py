@@ -66,7 +66,7 @@ ONEDNN = torch.ops.mkldnn
 PACKS = torch.backends.mkldnn.is_available() and ONEDNN._is_mkldnn_bf16_supported()
 EMBEDDING = "model.embed_tokens.weight"
 
-FEWEST, MOST = 8, 128  # rows of a product in float32 on a CPU
+FEWEST, MOST = 8, 128  # limits for the rows of a float32 product on a CPU (see *Bits*)
 
 
 def read_weights(folder: str) -> dict[str, Tensor]:
