@@ -16,12 +16,12 @@ The **rewards** r(i) of calls i become final rewards R(i), from the last call to
 
     R(i) = r(i) + gamma * mean of R(c) over the calls c that read i directly    (0 if none does)
 
-With gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. A call has read the
-answer that it continues: B and C have read A. Through a **link** it has also read other answers,
-which its new messages copy (such as a summary of the history) or its HTTP header names. A call that
-read i through a link counts in the mean only if it led to a reward: it or a call that has read it
-(directly or not) was rewarded. A **side conversation**, such as a request for a title, counts only
-if it was rewarded itself. calls/sessions.py finds links and side conversations.
+With gamma = 0.5, three successive calls with rewards 0, 0, 1 get 0.25, 0.5, 1. A call reads the
+answer that it continues: B and C read A. By a **link** it also reads another answer, which its new
+messages copy (a summary, a sub-agent's report) or its HTTP header names. A call that reads i by a
+link counts in the mean only if it led to a reward: it was rewarded, or a call that builds on it
+was. A **side conversation**, such as a request for a title, counts only if it was rewarded itself.
+calls/sessions.py finds links and side conversations.
 
 **Rows.** A call that is part of a row is called a **turn**. In style "individual", each turn is a
 row of its own. In "concat", each leaf of the tree and the turns that it continues are one row:

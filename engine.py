@@ -11,8 +11,10 @@ version of the weights that computed it:
     output_versions   3     3     3     4     4     4      the update came after token c
 
 The loss needs no special case for mixed versions, because it weights every token by that token's
-own log-probability (ppo.py). A run has two engines. The proxy's engine generates for agents. The
-trainer's engine controls the servers, and generates only for workflows without an agent.
+own log-probability (ppo.py).
+
+**Two engines.** The proxy's engine generates for agents. The trainer's engine controls the servers,
+and generates only for workflows without an agent.
 
 `agenerate` builds a completion from **segments**: a segment is the answer to one POST /generate.
 The pause mode says how an update interrupts the servers:
@@ -27,11 +29,10 @@ The pause mode says how an update interrupts the servers:
 request runs. SGLang before 0.5.19 reports only the version at the end of a segment. With such a
 server the engine uses `abort`, because then all tokens of a segment have the same version.
 
-**Hooks** let extras/replay.py record and repeat a run.
-
 **Limits** of `abort`: a stop string that spans two segments is not found, and a penalty for
 repeated tokens counts only the current segment's tokens. **Failures**: if a server fails, the
-engine asks the next server, at most `request_retries` times per segment.
+engine asks the next server, at most `request_retries` times per segment. **Hooks** let
+extras/replay.py record and repeat a run.
 """
 
 import asyncio
