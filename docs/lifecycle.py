@@ -166,7 +166,7 @@ MAKERS: list[Callable[[Tour], list[str]]] = [
 def fill(page: str, tour: Tour) -> str:
     blocks = ("\n".join(["```text", *make(tour), "```"]) for make in MAKERS)
     weights = (ROOT / tour["model_path"] / "model.safetensors").read_bytes()
-    page = re.sub(r"(?<=the hash\s`)\w*", blake2b(weights, digest_size=4).hexdigest(), page)
+    page = re.sub(r"(?<=has the hash\s`)\w*", blake2b(weights, digest_size=4).hexdigest(), page)
     return BLOCK.sub(lambda _: next(blocks), page)
 
 

@@ -125,7 +125,7 @@ def step_bytes(
     # With gradient checkpointing a layer keeps only its input. Layers are recomputed one by one.
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    # The first phase computes the loss and the output layer's gradient. It needs
+    # The first phase computes the loss and the output layer's gradient. It needs the sum of
     #        b R         embedding and output layer
     #      + 4 V H       the output layer's gradient in float32
     #      + b V H       what one chunk of tokens adds to this gradient

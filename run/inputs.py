@@ -45,10 +45,10 @@ def find_model(config: TrainConfig) -> None:
         make_model(Path(path), config.seed)
     config.model_path = path
     config.tokenizer_path = config.tokenizer_path or path
-    if config.ref.path:
+    if config.actor.kl_ctl > 0:
+        config.ref.path = config.ref.path or path
+    if config.ref.path not in (None, base, path):
         config.ref.path = fetch(config.ref.path)
-    elif config.actor.kl_ctl > 0:
-        config.ref.path = path
 
 
 def fetch(name: str) -> str:
